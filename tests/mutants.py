@@ -1338,8 +1338,13 @@ SCHEDULER_HALF = (
     ),
     Mutant(
         "there is no session while the next one is made",
-        LINK, "Link._watch", "return bool(boot_id)", "return False",
+        LINK, "Link._watch", "return True", "return False",
         ("issues/adapters/test_requests_missed_while_the_session_was_renewed.py",),
+    ),
+    Mutant(
+        "an idle scheduler half keeps the session of a dead daemon",
+        LINK, "Link._watch", "self._wait(session.lifeline, seconds)", "self._wait(None, seconds)",
+        ("issues/adapters/test_an_idle_scheduler_kept_its_session_with_a_dead_daemon.py",),
     ),
     Mutant(
         "a chunk is named by the hash of its first block",

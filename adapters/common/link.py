@@ -31,7 +31,7 @@ from kvserver.protocol import (
     UnregisterWorker,
     stranger_at,
 )
-from kvserver.protocol.client import Attachment, Channel, Client, Lifeline, RequestFailed, has_listener
+from kvserver.protocol.client import Attachment, Channel, Client, RequestFailed, WatchedClient, has_listener
 
 log = logging.getLogger("vllm.kvserver")
 
@@ -57,7 +57,7 @@ class Session:
     channel: Channel
     registration: int = 0
     words: WordPage | None = None
-    lifeline: Lifeline | Attachment | None = None  # of a worker the attachment
+    lifeline: WatchedClient | Attachment | None = None  # of a worker the attachment
     ended: threading.Event = field(default_factory=threading.Event)
 
 
@@ -235,7 +235,7 @@ class Link:
 
     def _greet(self, unfinished: contextlib.ExitStack) -> Session:
         """A session; what must be closed should none come of it is in `unfinished`."""
-        client = Lifeline(self._endpoint, _HELLO_SECONDS)
+        client = WatchedClient(self._endpoint, _HELLO_SECONDS)
         unfinished.callback(client.close)
         hello = client.hello(self._name)
         if self._registration is None:
@@ -288,7 +288,7 @@ class Link:
         except (RequestFailed, OSError, TimeoutError):
             return ""
 
-    def _wait(self, lifeline: Lifeline | Attachment | None, seconds: float) -> bool:
+    def _wait(self, lifeline: WatchedClient | Attachment | None, seconds: float) -> bool:
         """Wait until woken, until the time is over, or until the lifeline ended (True)."""
         poller = select.poll()  # not select(): an engine may have thousands of descriptors
         poller.register(self._wake_read, select.POLLIN)

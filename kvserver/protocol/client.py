@@ -184,7 +184,7 @@ class Client:
         self.close()
 
 
-class Lifeline(Client):
+class WatchedClient(Client):
     """A client that notices the end of its connection, though nothing is sent: the server ended, or died."""
 
     def __init__(self, endpoint: str, timeout: float = 5.0) -> None:
