@@ -183,6 +183,8 @@ def test_a_message_whose_deadline_passed_is_not_sent_when_its_event_fires(make_d
     handed_over = time.monotonic()
     wait_until(lambda: time.monotonic() > handed_over + 0.3, 10)
     gpu.finish()
+    queue = engine.worker.worker._send_queue
+    wait_until(lambda: queue._answers, what="the queue looks at it before a step cancels it")
     engine.run()
     assert sent == []
     assert counted(engine, "not_sent_late") == 1
