@@ -12,7 +12,7 @@
 #   make test-gpu-simulated   the same over a simulated one, as far as they can
 #   make bench-gpu  those and the benchmarks that need a GPU, in PYTHON's environment, which has torch
 #   make check   formatting, lint (Dockerfiles and words too), types, the rules
-#   make rules   Prometheus rules with their tests, the dashboard's queries and a real daemon's /metrics, by promtool
+#   make rules   Prometheus rules with their tests, a real daemon's /metrics, and the dashboard's queries run on them, by promtool
 #   make sanitize  the native copier's stress test under address, undefined-behaviour and thread sanitizers
 #   make docs    the tables of settings in the README files
 #   make wheel   dist/: a wheel for this Python and for systems with this one's glibc or a newer; with the GPU path where there is nvcc
@@ -128,11 +128,13 @@ rules: $(VENV)/.installed $(PROMTOOL)
 	$(PROMTOOL) check config deploy/prometheus/prometheus.yml
 	$(PROMTOOL) check rules deploy/prometheus/lmcache-compat.yaml
 	$(PROMTOOL) test rules deploy/prometheus/tests/*.yaml
-	mkdir -p build
-	$(VENV)/bin/python .ci/dashboard.py >build/dashboard.yaml
+	rm -rf build/recorded && mkdir -p build/recorded
+	PYTHONPATH=tests $(VENV)/bin/python .ci/metrics.py build/recorded
+	$(PROMTOOL) check metrics <build/recorded/after.txt
+	$(VENV)/bin/python .ci/dashboard.py rules >build/dashboard.yaml
 	$(PROMTOOL) check rules build/dashboard.yaml
-	PYTHONPATH=tests $(VENV)/bin/python .ci/metrics.py >build/metrics.txt
-	$(PROMTOOL) check metrics <build/metrics.txt
+	$(VENV)/bin/python .ci/dashboard.py test build/recorded >build/dashboard_test.yaml
+	$(PROMTOOL) test rules build/dashboard_test.yaml
 
 build/promtool/usr/bin/promtool:
 	bash .ci/promtool.sh build/promtool

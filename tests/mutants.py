@@ -25,6 +25,7 @@ EVICTION, MISSES, NAMESPACE = (
 )
 STORES, LOADS, SERVER_COPIES = "kvserver/server/stores.py", "kvserver/server/loads.py", "kvserver/server/copies.py"
 COPY_CHECKS = "kvserver/server/copy_checks.py"
+CAPACITY, CHECKS = "kvserver/config/capacity.py", "kvserver/cli/checks.py"
 LIFELINE, HANDLERS = "kvserver/server/lifeline.py", "kvserver/server/handlers.py"
 BENEFIT, SOURCES = "kvserver/telemetry/benefit.py", "adapters/vllm/sources.py"
 INSTANCES, WORKERS, L1_LOOKUPS = (
@@ -463,6 +464,16 @@ STORES_AND_LOADS = (
 )  # fmt: skip
 
 SERVER = (
+    Mutant(
+        "a container's limit need not hold what the index needs",
+        CAPACITY, "bytes_beside_l1", "+ l1_bytes * _INDEXED_BYTES // _OBJECT_BYTES", "",
+        ("unit/cli/test_checks.py", "daemon/test_kubernetes.py"),
+    ),
+    Mutant(
+        "a limit that is too low for what is beside L1 is none",
+        CHECKS, "memory_beside_l1", "if limit >= needed * MiB:", "if limit >= l1_bytes:",
+        ("unit/cli/test_checks.py",),
+    ),
     # ---- KV events ----------------------------------------------------------------------------
     Mutant(
         "a chunk that is described again is published again",

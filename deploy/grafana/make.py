@@ -66,7 +66,6 @@ def _variables() -> list[dict[str, Any]]:
     chosen: dict[str, Any] = {
         "multi": False,
         "includeAll": False,
-        "current": {},
         "options": [],
         "hide": 0,
         "skipUrlSync": False,
@@ -133,13 +132,12 @@ def _timeseries(panel: dict[str, Any]) -> dict[str, Any]:
         "spanNulls": False,
     }
     stacking = {"mode": "normal" if stacked else "none", "group": "A"}
+    limits = {name: panel.get(name, least) for name, least in (("min", 0), ("max", None))}
     defaults = {
         "unit": panel.get("unit", "short"),
-        "min": panel.get("min", 0),
+        **{name: limit for name, limit in limits.items() if limit is not None},
         "custom": {**lines, "stacking": stacking},
     }
-    if "max" in panel:
-        defaults["max"] = panel["max"]
     legend = {"displayMode": "list", "placement": "bottom", "showLegend": True, "calcs": []}
     options = {"legend": legend, "tooltip": {"mode": "multi", "sort": "desc"}}
     return {"fieldConfig": {"defaults": defaults, "overrides": []}, "options": options}
