@@ -57,7 +57,7 @@ class Session:
     channel: Channel
     registration: int = 0
     words: WordPage | None = None
-    lifeline: WatchedClient | Attachment | None = None  # of a worker the attachment
+    lifeline: WatchedClient | Attachment | None = None  # its end shows the daemon's; a worker's is its attachment
     ended: threading.Event = field(default_factory=threading.Event)
 
 
@@ -143,7 +143,7 @@ class Link:
         self._attempted.wait(wait_seconds)
 
     def refresh(self) -> None:
-        """Check, now or soon, whether the daemon is still the one of the session: it does not know this engine."""
+        """Check, within a second, whether the daemon is still the one of the session: it stated that it does not know this engine."""
         if not self._refresh:
             self._refresh = True
             self._wake()

@@ -1,7 +1,7 @@
 """The client side of the protocol, for adapters, the command line and tests.
 
-`Channel` never waits (for threads of an engine); `Client` waits up to a deadline (for all others);
-`Attachment` is the `.fd` connection. Owns: client sockets and request numbers. Refuses to know: vLLM,
+`Channel` never waits (for threads of an engine); `Client` waits up to a deadline (for all others), and a `WatchedClient`
+notices the end of its connection; `Attachment` is the `.fd` connection. Owns: client sockets and request numbers. Refuses to know: vLLM,
 and the server's internals. Needs msgspec and pyzmq only.
 """
 

@@ -30,7 +30,6 @@ NEEDS = {
     "vllm": "An engine with a model: tests/vllm and tests/versions start them with these settings.",
     "docker": "A container engine: test_operator_deploy.py takes the steps of the Dockerfile.",
     "build": "Minutes of a compiler: test_packages.py makes and installs the packages.",
-    "replay": "The command `replay`: run as soon as there is one.",
 }
 OWN_DAEMON = {"first-hour.md"}  # pages that start the daemon themselves
 
@@ -46,10 +45,6 @@ class Block:
         return f"{self.guide.stem}-{self.number}" + (f"-needs-{self.needs}" if self.needs else "")
 
 
-def known(command: str) -> bool:
-    return subprocess.run([KVSERVER, command, "--help"], capture_output=True, timeout=20).returncode == 0
-
-
 def blocks_of(guide: Path) -> list[Block]:
     found = FENCE.finditer(guide.read_text())
     return [
@@ -62,10 +57,6 @@ BLOCKS = [block for guide in GUIDES for block in blocks_of(guide)]
 APART = [block for block in BLOCKS if block.needs]
 
 
-def is_run(block: Block) -> bool:
-    return not block.needs or (block.needs == "replay" and known("replay"))
-
-
 def script_of(guide: Path, port: int) -> str:
     """All blocks that are run, in one shell. An engine that is made up takes the place of the first one that a page starts."""
     lines = ["trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT"]
@@ -73,7 +64,7 @@ def script_of(guide: Path, port: int) -> str:
     if guide.name not in OWN_DAEMON:
         lines.append(engine)
     for block in blocks_of(guide):
-        if is_run(block):
+        if not block.needs:
             lines += [f"# {block}", re.sub(r"\b(localhost|127\.0\.0\.1):8080\b", rf"\1:{port}", block.commands)]
         elif guide.name in OWN_DAEMON and "vllm serve" in block.commands:
             lines.append(engine)
@@ -139,8 +130,7 @@ def test_a_block_that_is_not_run_is_well_formed(block: Block) -> None:
         for name in ("doctor", "status")
     }
     for name, flags in re.findall(r"^kvserver (\w+)(.*)$", block.commands, re.MULTILINE):
-        if block.needs != "replay":
-            assert all(flag in help_of[name] for flag in re.findall(r"--[\w-]+", flags))
+        assert all(flag in help_of[name] for flag in re.findall(r"--[\w-]+", flags))
     for target in re.findall(r"\bmake ((?:[\w-]+ ?)+)", block.commands):
         assert subprocess.run(["make", "-n", *target.split()], cwd=ROOT, capture_output=True).returncode == 0
 

@@ -42,10 +42,12 @@ def run(*command: str | Path, **environment: str) -> str:
     return done.stdout
 
 
-def make(folder: Path, *arguments: str) -> str:
-    """The recipe alone: what it needs is there, or being built by no test."""
-    present = ["-o", "build/wheel/.built", "-o", ".venv/.installed"]
-    return run("make", "-C", ROOT, *present, *arguments, f"DIST={folder}")
+def made(folders: pytest.TempPathFactory, target: str) -> Path:
+    """The file that `make` makes, by the recipe alone: what that needs is there, or being built by no test."""
+    folder = folders.mktemp(target)
+    run("make", "-C", ROOT, "-o", "build/wheel/.built", "-o", ".venv/.installed", target, f"DIST={folder}")
+    (found,) = folder.iterdir()
+    return found
 
 
 def tracked(*paths: str) -> set[str]:
@@ -86,18 +88,12 @@ def check_store_and_load(programs: Path) -> None:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    make(folder, "wheel")
-    (found,) = folder.iterdir()
-    return found
+    return made(tmp_path_factory, "wheel")
 
 
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("sdist")
-    make(folder, "sdist")
-    (found,) = folder.iterdir()
-    return found
+    return made(tmp_path_factory, "sdist")
 
 
 @pytest.fixture(scope="module")
