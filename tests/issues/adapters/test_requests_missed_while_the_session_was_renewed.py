@@ -8,7 +8,7 @@ from kvserver.adapters.common import link
 from made_up_model import prompt
 from support.daemon import wait_until
 
-from kvserver.protocol.client import Client
+from kvserver.protocol.client import WatchedClient
 
 CHUNK = 64
 PROMPTS = [prompt(100 + i, CHUNK + 1) for i in range(60)]
@@ -31,13 +31,14 @@ def test_requests_that_come_while_the_next_daemon_is_greeted_find_what_it_has(
 
     greeted = []
 
-    class SlowClient(Client):
+    class SlowClient(WatchedClient):
         def hello(self, name):
             time.sleep(PAUSE_SECONDS)
             greeted.append(name)
             return super().hello(name)
 
     monkeypatch.setattr(link, "Client", SlowClient)
+    monkeypatch.setattr(link, "WatchedClient", SlowClient)
     found = []
     for i, tokens in enumerate(PROMPTS):
         found.append(engine.generate(f"warm{i}", tokens).external)
