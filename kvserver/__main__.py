@@ -1,4 +1,4 @@
-"""The command line: `kvserver serve`, `status`, `explain` and `doctor`.
+"""The command line: `kvserver serve`, `status`, `explain`, `replay` and `doctor`.
 
 Owns: the commands and exit codes. Refuses to know: how anything is done.
 """
@@ -11,6 +11,7 @@ import sys
 
 from kvserver import __version__
 from kvserver.cli import explain as cli_explain
+from kvserver.cli import replay_arguments
 from kvserver.cli import status as cli_status
 from kvserver.cli.http_client import NoAnswer
 from kvserver.config import add_flags, read_configuration
@@ -24,6 +25,9 @@ def main(argv: list[str] | None = None) -> int:
     add_flags(commands.add_parser("serve", help="run the daemon"))
     cli_status.add_arguments(commands.add_parser("status", help="what the daemon of this machine does"))
     cli_explain.add_arguments(commands.add_parser("explain", help="why a request's prompt was computed, not loaded"))
+    replay_arguments.add_arguments(
+        commands.add_parser("replay", help="what caches of other sizes would have found of a trace")
+    )
     doctor = commands.add_parser("doctor", help="what is wrong with this machine, and how to fix it")
     doctor.add_argument("--json", action="store_true", help="a list of {check, level, text, fix}")
     doctor.add_argument("--python", default="", metavar="PATH", help="the interpreter of vLLM's environment")
@@ -60,6 +64,10 @@ def _run(arguments: argparse.Namespace) -> int:
         return doctor.main(arguments)
     if arguments.command == "explain":
         return cli_explain.main(arguments)
+    if arguments.command == "replay":
+        from kvserver.cli import replay
+
+        return replay.main(arguments)
     return cli_status.main(arguments)
 
 

@@ -21,6 +21,7 @@ ORDER = [
     "protocol",
     "config",
     "cache",
+    "replay",
     "copy",
     "l2",
     "events",
@@ -49,11 +50,15 @@ NEVER_BY_A_FACE = {
 ONLY = {  # what must work where the rest does not, or start fast
     "protocol": {"_native"},
     "config": {"_native", "protocol"},
-    "cli": {"protocol", "config"},
+    "cli": {"_native", "protocol", "config", "cache", "replay"},
 }
 ADAPTERS_MAY = {"_native", "protocol", "__version__"}
 DEFERRED = {
-    *(("__main__", "daemon"), ("__main__", "cli.doctor")),  # so that `kvserver status` starts fast
+    *(
+        ("__main__", "daemon"),
+        ("__main__", "cli.doctor"),
+        ("__main__", "cli.replay"),
+    ),  # so that `kvserver status` starts fast
     *(
         ("parts", "telemetry.otlp"),
         ("parts", "telemetry.tracing"),

@@ -1,0 +1,52 @@
+"""One trace through caches of several sizes and policies.
+
+Owns: which sizes are tried if none is named, and what a run counts. Refuses to know: the cache (`bare_l1`), text for people.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+
+from kvserver.replay.bare_l1 import BareL1
+from kvserver.replay.trace import Trace
+
+UNLIMITED = 0
+_SHARES = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8)  # of the distinct blocks
+
+
+class SizeResult(msgspec.Struct, frozen=True):
+    """`blocks`: the capacity; 0: unlimited. `hit_rate`: the share of all prompt blocks found as an unbroken prefix."""
+
+    policy: str
+    blocks: int
+    hit_rate: float
+
+
+def default_sizes(trace: Trace) -> list[int]:
+    """Shares of the trace's distinct blocks, and unlimited."""
+    return [*sorted({max(1, round(trace.distinct_blocks * share)) for share in _SHARES}), UNLIMITED]
+
+
+def capacity(blocks: int, trace: Trace) -> int:
+    """Blocks of a cache of this size. None needs more than the trace's distinct blocks: nothing is evicted then."""
+    most = max(1, trace.distinct_blocks)
+    return most if blocks == UNLIMITED else min(blocks, most)
+
+
+def replay_sizes(
+    trace: Trace,
+    sizes: Sequence[int],
+    policies: Sequence[str],
+    progress: Callable[[str, int, int, int], None] = lambda policy, blocks, requests, of: None,
+) -> Iterator[SizeResult]:
+    """One result for each size of each policy, each as soon as it is known. `progress` is called after each request."""
+    for policy in policies:
+        for blocks in sizes:
+            l1 = BareL1(capacity(blocks, trace), policy)
+            hits = 0
+            for number, request in enumerate(trace.requests, 1):
+                hits += l1.serve(request.keys, request.seconds)
+                progress(policy, blocks, number, len(trace.requests))
+            yield SizeResult(policy, blocks, hits / trace.blocks if trace.blocks else 0.0)

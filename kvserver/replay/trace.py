@@ -1,0 +1,78 @@
+"""Request traces as Mooncake publishes them: a JSON object a line, one for each request.
+
+`timestamp` is in milliseconds, `input_length` and `output_length` are in tokens, `hash_ids` has an id for each block of the prompt; equal ids
+are equal prefixes up to there. Other fields are ignored.
+
+Owns: what a good line is, and the keys that ids become. Refuses to know: caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Annotated, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from kvserver.protocol import KEY_BYTES, ConfigError
+
+_Count = Annotated[int, Meta(ge=0)]
+
+
+class TraceError(ConfigError):
+    """A trace that cannot be replayed; the text has the number of the line."""
+
+
+class _Line(msgspec.Struct):
+    timestamp: Annotated[float, Meta(ge=0)]
+    input_length: _Count
+    output_length: _Count
+    hash_ids: list[_Count]
+
+
+class TracePrompt(NamedTuple):
+    """One prompt. `seconds`: since the trace's first request. `keys`: KEY_BYTES for each of its blocks."""
+
+    seconds: float
+    keys: bytes
+
+    @property
+    def blocks(self) -> int:
+        return len(self.keys) // KEY_BYTES
+
+
+class Trace(NamedTuple):
+    requests: list[TracePrompt]
+    blocks: int  # of all prompts
+    distinct_blocks: int
+
+
+def read_trace(lines: Iterable[bytes], name: str, progress: Callable[[int], None] = lambda requests: None) -> Trace:
+    """The trace in `lines`; empty lines are left out. TraceError names `name` and the first bad line.
+
+    A request with an earlier timestamp than the one before it has that one's: time does not go back.
+    """
+    decoder = msgspec.json.Decoder(_Line)
+    requests: list[TracePrompt] = []
+    distinct: set[int] = set()
+    blocks, first, now = 0, 0.0, 0.0
+    for number, text in enumerate(lines, 1):
+        if not text.strip():
+            continue
+        try:
+            line = decoder.decode(text)
+            keys = b"".join([id.to_bytes(KEY_BYTES, "little") for id in line.hash_ids])
+        except (msgspec.DecodeError, OverflowError, UnicodeDecodeError) as error:
+            raise TraceError(f"{name}, line {number}: {error}") from None
+        if not requests:
+            first = line.timestamp
+        if len(set(line.hash_ids)) < len(line.hash_ids):
+            raise TraceError(f"{name}, line {number}: an id is there twice, and a prompt has no block twice")
+        now = max(now, line.timestamp - first)
+        requests.append(TracePrompt(now / 1000, keys))
+        distinct.update(line.hash_ids)
+        blocks += len(line.hash_ids)
+        progress(len(requests))
+    if not requests:
+        raise TraceError(f"{name}: no request is in it")
+    return Trace(requests, blocks, len(distinct))
