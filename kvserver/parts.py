@@ -19,7 +19,7 @@ from kvserver import __version__
 from kvserver.cache import Cache
 from kvserver.config import Placement, Settings, parse_otlp_endpoint, parse_size
 from kvserver.copy import Devices, Tickets
-from kvserver.events import Bus, Subscriber
+from kvserver.events import NAMES, Bus, LookupEnded, Subscriber
 from kvserver.kv_events import (
     Feed,
     Hub,
@@ -32,6 +32,7 @@ from kvserver.kv_events import (
 from kvserver.protocol import PROTOCOL_VERSION, HelloReply
 from kvserver.protocol.kv_status import PublisherStatus
 from kvserver.protocol.status import AccountingStatus, DaemonStatus, InstanceStatus
+from kvserver.replay import Recorder, make_recorder
 from kvserver.routing import make_index
 from kvserver.server import (
     Ages,
@@ -105,6 +106,9 @@ class Observability:
         subscribers: list[Subscriber] = [self.block_lifecycle, self.chunk_lifecycle, self.hub, self.explain]
         if self.traces is not None:
             subscribers.append(self.traces)
+        self.recorder: Recorder | None = make_recorder(settings, lambda: self.bus.dropped[NAMES[LookupEnded]])
+        if self.recorder is not None:
+            subscribers.append(self.recorder)
         self.bus = Bus(subscribers, idle=self.observers.tick)
 
     def families(self, status: DaemonStatus, rpc: RpcCounts) -> list[Family]:
@@ -241,6 +245,7 @@ class Parts:
             explain=observability.explain.status(),
             otlp=observability.sender.status() if observability.sender is not None else UNSET,
             traces=observability.traces.status() if observability.traces is not None else UNSET,
+            recording=observability.recorder.status() if observability.recorder is not None else UNSET,
             books=AccountingStatus(
                 tickets=self.tickets.open_tickets,
                 pins=self.cache.pins,

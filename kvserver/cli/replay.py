@@ -46,7 +46,10 @@ def _table(trace: Trace, results: list[SizeResult]) -> str:
     rows = [("policy", "blocks", "hit rate")]
     for result in results:
         rows.append((result.policy, f"{result.blocks:,}" if result.blocks else "unlimited", f"{result.hit_rate:.1%}"))
-    head = f"{len(trace.requests):,} requests, {trace.blocks:,} blocks, {trace.distinct_blocks:,} of them distinct"
+    lost = f"; the recording lost {trace.lost:,} requests" if trace.lost else ""
+    head = (
+        f"{len(trace.requests):,} requests, {trace.blocks:,} blocks, {trace.distinct_blocks:,} of them distinct{lost}"
+    )
     return "\n".join([head, *terminal.columns(rows, left=1)])
 
 

@@ -167,6 +167,19 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             "(gRPC: 25 MB) and starts 0.25 s later."
         ),
     ] = ""
+    record: Annotated[
+        str,
+        Meta(
+            description="File to which the daemon appends a trace of its lookups, for kvserver replay: times, lengths of prompts and a "
+            "number for each chunk, equal where chunks are equal, salted anew at each start. No tokens and no keys are written."
+        ),
+    ] = ""
+    record_size: Annotated[
+        str,
+        Meta(
+            description="Most bytes of the file of --record; a request is about 20 bytes a chunk. Then nothing more is written."
+        ),
+    ] = "256MiB"
     kv_events: Annotated[
         Literal["auto", "on"],
         Meta(

@@ -189,6 +189,7 @@ _CHECKS: dict[str, Callable[[Any], object]] = {  # checks that a type cannot exp
     "kv_events_memory": parse_size,
     "kv_index_size": parse_size,
     "l1_size": _check_l1_size,
+    "record_size": parse_size,
     "gpus": parse_gpus,
     "l2": parse_tiers,
     "otlp_endpoint": parse_otlp_endpoint,

@@ -3,6 +3,7 @@
 from kvserver.events.bus import Bus, Subscriber
 from kvserver.events.runner import QUEUE_COST, Runner
 from kvserver.events.types import (
+    NAMES,
     BlockReport,
     ChunksDescribed,
     ChunksEvicted,

@@ -256,6 +256,15 @@ class ExplainStatus(Struct, frozen=True, kw_only=True):
     oldest_seconds: float = 0.0
 
 
+class RecordingStatus(Struct, frozen=True, kw_only=True):
+    file: str = ""
+    requests: int = 0  # written by this daemon
+    lost: int = 0  # requests that are missing in the file, because they were too many for a queue
+    bytes: int = 0  # of the file
+    full: bool = False  # the file has --record-size: nothing more is written
+    failure: str = ""  # why nothing more is written
+
+
 class SentStatus(Struct, frozen=True, kw_only=True):
     """What an exporter sent to its collector."""
 
@@ -337,6 +346,7 @@ class DaemonStatus(Struct, frozen=True, kw_only=True):
     explain: ExplainStatus = ExplainStatus()
     otlp: OtlpStatus | UnsetType = UNSET  # with a collector
     traces: TracesStatus | UnsetType = UNSET
+    recording: RecordingStatus | UnsetType = UNSET  # with --record
     books: AccountingStatus = AccountingStatus()
     refused_registrations: dict[str, int] = {}  # by error code
     stale_seconds: float | UnsetType = UNSET  # since the loop's last turn, if it does not answer

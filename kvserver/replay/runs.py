@@ -30,8 +30,8 @@ def default_sizes(trace: Trace) -> list[int]:
 
 
 def capacity(blocks: int, trace: Trace) -> int:
-    """Blocks of a cache of this size. None needs more than the trace's distinct blocks: nothing is evicted then."""
-    most = max(1, trace.distinct_blocks)
+    """Blocks of a cache of this size. None needs more than all blocks of the trace: nothing is evicted then."""
+    most = max(1, trace.distinct_blocks, trace.most_blocks)
     return most if blocks == UNLIMITED else min(blocks, most)
 
 

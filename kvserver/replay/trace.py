@@ -1,7 +1,8 @@
 """Request traces as Mooncake publishes them: a JSON object a line, one for each request.
 
 `timestamp` is in milliseconds, `input_length` and `output_length` are in tokens, `hash_ids` has an id for each block of the prompt; equal ids
-are equal prefixes up to there. Other fields are ignored.
+are equal prefixes up to there. `lost`, which kvserver's recordings have,
+counts requests that are missing before the line. Other fields are ignored.
 
 Owns: what a good line is, and the keys that ids become. Refuses to know: caches.
 """
@@ -28,6 +29,7 @@ class _Line(msgspec.Struct):
     input_length: _Count
     output_length: _Count
     hash_ids: list[_Count]
+    lost: _Count = 0
 
 
 class TracePrompt(NamedTuple):
@@ -45,6 +47,8 @@ class Trace(NamedTuple):
     requests: list[TracePrompt]
     blocks: int  # of all prompts
     distinct_blocks: int
+    most_blocks: int  # of one prompt
+    lost: int  # requests that the recording lost
 
 
 def read_trace(lines: Iterable[bytes], name: str, progress: Callable[[int], None] = lambda requests: None) -> Trace:
@@ -55,7 +59,7 @@ def read_trace(lines: Iterable[bytes], name: str, progress: Callable[[int], None
     decoder = msgspec.json.Decoder(_Line)
     requests: list[TracePrompt] = []
     distinct: set[int] = set()
-    blocks, first, now = 0, 0.0, 0.0
+    blocks, most, lost, first, now = 0, 0, 0, 0.0, 0.0
     for number, text in enumerate(lines, 1):
         if not text.strip():
             continue
@@ -66,13 +70,13 @@ def read_trace(lines: Iterable[bytes], name: str, progress: Callable[[int], None
             raise TraceError(f"{name}, line {number}: {error}") from None
         if not requests:
             first = line.timestamp
-        if len(set(line.hash_ids)) < len(line.hash_ids):
-            raise TraceError(f"{name}, line {number}: an id is there twice, and a prompt has no block twice")
         now = max(now, line.timestamp - first)
         requests.append(TracePrompt(now / 1000, keys))
         distinct.update(line.hash_ids)
         blocks += len(line.hash_ids)
+        most = max(most, len(line.hash_ids))
+        lost += line.lost
         progress(len(requests))
     if not requests:
         raise TraceError(f"{name}: no request is in it")
-    return Trace(requests, blocks, len(distinct))
+    return Trace(requests, blocks, len(distinct), most, lost)

@@ -36,6 +36,7 @@ def shape(status: dict[str, Any]) -> list[str]:
 
 def test_a_daemon_with_everything_on_shows_all_keys(make_daemon, make_worker, tmp_path):
     events = {"kv_events_endpoint": f"ipc://{tmp_path}/e", "kv_events_replay_endpoint": f"ipc://{tmp_path}/r"}
+    events["record"] = f"{tmp_path}/trace"
     with over_http() as collector:
         daemon = make_daemon(otlp_endpoint=collector.url, simulated_gpus=1, **events)
         left = make_worker(daemon, instance_id="left")
@@ -52,6 +53,6 @@ def test_a_daemon_with_everything_on_shows_all_keys(make_daemon, make_worker, tm
         assert shape(daemon.status()) == SHAPE
 
 
-def test_without_a_collector_only_its_keys_are_missing(make_daemon):
+def test_without_a_collector_and_a_recording_only_their_keys_are_missing(make_daemon):
     head = shape(make_daemon().status())[0].removeprefix(": ").split(", ")
-    assert {*SHAPE[0].removeprefix(": ").split(", ")} - {*head} == {"otlp dict", "traces dict"}
+    assert {*SHAPE[0].removeprefix(": ").split(", ")} - {*head} == {"otlp dict", "traces dict", "recording dict"}

@@ -79,7 +79,6 @@ def test_time_does_not_go_back_and_begins_at_the_first_request() -> None:
         (b'{"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": ["a"]}', "Expected `int`, got `str`"),
         (b'{"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": [-1]}', "Expected `int` >= 0"),
         (b'{"timestamp": -1, "input_length": 1, "output_length": 1, "hash_ids": []}', "Expected `float` >= 0.0"),
-        (b'{"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": [7, 7]}', "an id is there twice"),
         (b'\xff{"timestamp"', "t, line 3"),
     ],
 )
