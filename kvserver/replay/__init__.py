@@ -1,5 +1,7 @@
-"""What a cache would have found of a recorded stream of prompts, by size, policy and number of machines."""
+"""What a cache would have found of a recorded stream of prompts, by size, policy and number of machines, and such recordings."""
 
+from kvserver.replay.cluster import Plan, PlanResult, replay_cluster
 from kvserver.replay.recorder import Recorder, make_recorder
+from kvserver.replay.routers import ROUND_ROBIN
 from kvserver.replay.runs import SizeResult, default_sizes, replay_sizes
 from kvserver.replay.trace import Trace, TraceError, read_trace

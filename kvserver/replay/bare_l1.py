@@ -1,6 +1,6 @@
-"""The L1 of one machine without its bytes: the daemon's own cache, in which a block is one page.
+"""The L1 of one machine without its bytes: the daemon's own cache, in which a block is one page. A shared L2 is one, too.
 
-Owns: the order in which a request's lookup, load, store and end reach the cache. Refuses to know: traces, other machines.
+Owns: the order in which a request's lookup, fill, load, store and end reach the cache. Refuses to know: traces, other machines.
 
 A request begins and ends at its timestamp: its lookup leases what it finds, its load reads it, its store writes the whole
 prompt, its end ends the lease, and only then comes the next request. A trace does not state when a request ended, so no lease of
@@ -9,6 +9,8 @@ one request delays the eviction of its blocks for another, as it does in a daemo
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from kvserver.cache import POLICIES, Cache, Chunk, PagePool, one_group
 from kvserver.protocol import KEY_BYTES
 
@@ -16,6 +18,14 @@ _NAMESPACE = bytes(KEY_BYTES)
 _PAGE_BYTES = 4096  # of a block
 _LEASE_SECONDS = 60.0
 _OWNER = ("replay", "request")
+
+
+class Served(NamedTuple):
+    """Blocks of one prompt: found in L1, read from L2, and how many from the first on are resident afterwards."""
+
+    l1: int
+    l2: int
+    resident: int
 
 
 class BareL1:
@@ -30,15 +40,26 @@ class BareL1:
         namespace = self._cache.index.find_namespace(_NAMESPACE)
         return namespace.chunks.find_leading(keys) if namespace is not None else []
 
-    def serve(self, keys: bytes, now: float) -> int:
-        """How many of the prompt's blocks, from the first on, are found; all of them are stored then. `now` never decreases."""
-        cache = self._cache
+    def store(self, keys: bytes) -> tuple[int, int]:
+        """Store the blocks from the first on that fit, and make all of these young. Returns how many were stored, and are resident."""
+        if not keys:
+            return 0, 0
+        plan = self._cache.plan_store(_NAMESPACE, self._groups, keys, _PAGE_BYTES)
+        return self._cache.finish_store(plan, copied=True), len(plan.prefix)
+
+    def serve(self, keys: bytes, now: float, l2: BareL1 | None = None) -> Served:
+        """Find the prompt's blocks, read from `l2` those that follow, and store the whole prompt. `now` never decreases."""
+        cache, filled = self._cache, 0
         cache.expire_leases(now)
-        found = cache.lookup(_NAMESPACE, keys, _OWNER, now + _LEASE_SECONDS).hit_chunks
+        found = self._lookup(keys, now)
+        if l2 is not None and (more := len(l2.find(keys[found * KEY_BYTES :]))):
+            filled, _ = self.store(keys[: (found + more) * KEY_BYTES])
+            found = self._lookup(keys, now)
         if found:
             cache.finish_load(cache.plan_load(_NAMESPACE, keys[: found * KEY_BYTES]), copied=True)
-        if keys:
-            plan = cache.plan_store(_NAMESPACE, self._groups, keys, _PAGE_BYTES)
-            cache.finish_store(plan, copied=True)
+        _, resident = self.store(keys)
         cache.end_lease(_OWNER)
-        return found
+        return Served(found - filled, filled, resident)
+
+    def _lookup(self, keys: bytes, now: float) -> int:
+        return self._cache.lookup(_NAMESPACE, keys, _OWNER, now + _LEASE_SECONDS).hit_chunks

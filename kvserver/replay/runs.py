@@ -47,6 +47,6 @@ def replay_sizes(
             l1 = BareL1(capacity(blocks, trace), policy)
             hits = 0
             for number, request in enumerate(trace.requests, 1):
-                hits += l1.serve(request.keys, request.seconds)
+                hits += l1.serve(request.keys, request.seconds).l1
                 progress(policy, blocks, number, len(trace.requests))
             yield SizeResult(policy, blocks, hits / trace.blocks if trace.blocks else 0.0)
