@@ -81,6 +81,57 @@ IDENTITY_TESTS = ("adapters/test_identity.py",)
 SHOWN_PASSWORDS = "issues/test_config_showed_passwords_of_storage.py"
 UNLISTED = "issues/adapters/test_what_the_identity_did_not_list_was_shared.py"
 
+BARE_L1, CLUSTER = "kvserver/replay/bare_l1.py", "kvserver/replay/cluster.py"
+ROUTERS, RECORDER = "kvserver/replay/routers.py", "kvserver/replay/recorder.py"
+CLUSTER_TESTS, RECORDER_TESTS = ("unit/replay/test_cluster.py",), ("unit/replay/test_recorder.py",)
+
+REPLAY = (
+    Mutant(
+        "what a machine read from L2 counts as found in L1",
+        BARE_L1,
+        "BareL1.serve",
+        "found - filled",
+        "found",
+        CLUSTER_TESTS,
+    ),
+    Mutant(
+        "blocks for which L1 had no space are written to L2",
+        CLUSTER,
+        "_Cluster.serve",
+        "prompt.keys[: served.resident * KEY_BYTES]",
+        "prompt.keys",
+        CLUSTER_TESTS,
+    ),
+    Mutant(
+        "a short common beginning decides the machine", ROUTERS, "PrefixAffinity.choose", "_MATCH", "0", CLUSTER_TESTS
+    ),
+    Mutant("all recordings have one salt", RECORDER, "Recorder._id", "key=self._salt", "key=b'salt'", RECORDER_TESTS),
+    Mutant(
+        "equal keys of two namespaces are one block of a recording",
+        RECORDER,
+        "Recorder._id",
+        "namespace + key",
+        "key",
+        RECORDER_TESTS,
+    ),
+    Mutant(
+        "a recording states its loss again in each line",
+        RECORDER,
+        "Recorder._write",
+        "self._lost_written = lost",
+        "pass",
+        RECORDER_TESTS,
+    ),
+    Mutant(
+        "a recording grows beyond its size",
+        RECORDER,
+        "Recorder._write",
+        "self._bytes + len(text)",
+        "self._bytes",
+        RECORDER_TESTS,
+    ),
+)
+
 STORES_AND_LOADS = (
     # ---- what each model has ------------------------------------------------------------------
     Mutant(
@@ -2246,7 +2297,7 @@ L2_AND_L1 = (
     ),
 )
 
-MUTANTS = L2_AND_L1 + FILE_TIERS + REMOTE_TIERS + STORES_AND_LOADS + SERVER + WORKER_HALF + SCHEDULER_HALF
+MUTANTS = REPLAY + L2_AND_L1 + FILE_TIERS + REMOTE_TIERS + STORES_AND_LOADS + SERVER + WORKER_HALF + SCHEDULER_HALF
 
 
 def problems() -> list[str]:

@@ -50,7 +50,6 @@ class BareL1:
     def serve(self, keys: bytes, now: float, l2: BareL1 | None = None) -> Served:
         """Find the prompt's blocks, read from `l2` those that follow, and store the whole prompt. `now` never decreases."""
         cache, filled = self._cache, 0
-        cache.expire_leases(now)
         found = self._lookup(keys, now)
         if l2 is not None and (more := len(l2.find(keys[found * KEY_BYTES :]))):
             filled, _ = self.store(keys[: (found + more) * KEY_BYTES])
