@@ -39,6 +39,7 @@ CLIENT, SUPPORT, BACKENDS = "kvserver/protocol/client.py", "adapters/vllm/suppor
 WORKER, HAZARDS, COPIES = "adapters/common/worker.py", "adapters/common/hazards.py", "adapters/common/copies.py"
 ENDINGS = "adapters/common/endings.py"
 SCHEDULER, REQUESTS = "adapters/vllm/scheduler.py", "adapters/vllm/requests.py"
+HITS = "adapters/vllm/hits.py"
 FAILED_LOADS, PROMISES = "adapters/common/failed_loads.py", "adapters/vllm/promises.py"
 FAILED_LOADS_TEST, PROMISES_TEST = "adapters/test_failed_loads.py", "adapters/test_promises.py"
 STORE_PLANS, LOAD_PLANS = "adapters/vllm/store_plans.py", "adapters/vllm/load_plans.py"
@@ -1031,12 +1032,12 @@ WORKER_HALF = (
     ),
     Mutant(
         "a prompt of more chunks than a message takes is refused",
-        SCHEDULER, "SchedulerHalf._useful_chunks", ", MAX_CHUNKS)", ")",
+        HITS, "Hits._useful_chunks", ", MAX_CHUNKS)", ")",
         ("issues/adapters/test_a_very_long_prompt_was_always_a_miss.py",),
     ),
     Mutant(
         "more is loaded for a request than it wants",
-        SCHEDULER, "SchedulerHalf._useful_chunks", "state.wishes.most_tokens // self._chunks.tokens", "MAX_CHUNKS",
+        HITS, "Hits._useful_chunks", "state.wishes.most_tokens // self._chunks.tokens", "MAX_CHUNKS",
         ("adapters/test_wishes.py",),
     ),
     Mutant(
@@ -1249,23 +1250,23 @@ SCHEDULER_HALF = (
     ),
     Mutant(
         "a hit leaves no token to compute",
-        SCHEDULER, "SchedulerHalf._worth_loading", "request.num_tokens - 1) - local_tokens",
+        HITS, "Hits._worth_loading", "request.num_tokens - 1) - local_tokens",
         "request.num_tokens) - local_tokens",
         ("adapters/test_reuse.py::test_a_prompt_of_whole_chunks_leaves_its_last_token_to_compute",),
     ),
     Mutant(
         "a hit does not count what the engine has itself",
-        SCHEDULER, "SchedulerHalf._worth_loading", "request.num_tokens - 1) - local_tokens", "request.num_tokens - 1)",
+        HITS, "Hits._worth_loading", "request.num_tokens - 1) - local_tokens", "request.num_tokens - 1)",
         ("adapters/test_reuse.py::test_blocks_that_the_engine_has_itself_are_left_out_of_a_load",),
     ),
     Mutant(
         "an engine that has a prompt itself waits for the answer",
-        SCHEDULER, "SchedulerHalf._matched", "if has_all:", "if False:",
+        HITS, "Hits.tokens_to_load", "if has_all:", "if False:",
         ("adapters/test_reuse.py::test_an_engine_that_has_a_prompt_itself_waits_for_no_answer",),
     ),
     Mutant(
         "an engine that has a prompt itself awaits a fill",
-        SCHEDULER, "SchedulerHalf._has_all", "self._lookups.forgo(state)", "pass",
+        HITS, "Hits.has_all", "self._lookups.forgo(state)", "pass",
         ("adapters/test_fills.py::test_an_engine_that_has_a_prompt_itself_awaits_no_fill",),
     ),
     Mutant(
@@ -1275,7 +1276,7 @@ SCHEDULER_HALF = (
     ),
     Mutant(
         "a preempted request keeps its old answer",
-        SCHEDULER, "SchedulerHalf._matched", "            state.answer = None\n", "",
+        HITS, "Hits._answer_to", "            state.answer = None\n", "",
         ("adapters/test_reuse.py::test_preempted_requests_go_on_and_load_what_they_had_stored",),
     ),
     Mutant(
@@ -1294,7 +1295,7 @@ SCHEDULER_HALF = (
     ),
     Mutant(
         "an answer from before a failure is loaded",
-        SCHEDULER, "SchedulerHalf._matched", "state.answer.hit_chunks > self._useful_chunks(state)", "False",
+        HITS, "Hits._answer_to", "state.answer.hit_chunks > self._useful_chunks(state)", "False",
         (f"{FAILED_LOADS_TEST}::test_requests_that_wait_with_an_answer_do_not_load_what_failed_meanwhile",),
     ),
     Mutant(
@@ -1349,7 +1350,7 @@ SCHEDULER_HALF = (
     ),
     Mutant(
         "an engine that cannot prefill after a hit is given one",
-        SCHEDULER, "SchedulerHalf._matched", "self._facts.whole_prompts_only and", "False and",
+        HITS, "Hits.tokens_to_load", "self._facts.whole_prompts_only and", "False and",
         ("adapters/test_whole_prompts.py",),
     ),
     # ---- lookups ------------------------------------------------------------------------------

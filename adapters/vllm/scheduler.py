@@ -1,8 +1,8 @@
-"""The scheduler half: what to look up, load and store, and which blocks must not be touched.
+"""The scheduler half: what each call of vLLM's does, and which blocks must not be touched.
 
-Owns: the decisions about each request, and the plan of the step. Refuses to know: memory, copies, tensors, how messages
-reach the daemon, and of which objects a store or a load consists (`store_plans`, `load_plans`). Runs on the engine's scheduler
-thread. A call of vLLM's does several things: each is done even if another one raises.
+Owns: the order of what a call does, and the plan of the step. Refuses to know: memory, copies, tensors, how messages
+reach the daemon, what of a prompt is loaded (`hits`), and of which objects a store or a load consists (`store_plans`, `load_plans`).
+Runs on the engine's scheduler thread. A call does several things: each is done even if another one raises.
 
 Hazard closed here: a block that is allocated again while a store still reads it. Its blocks are pinned in the pool from the
 store's plan until all ranks have reported its end.
@@ -33,6 +33,7 @@ from kvserver.adapters.vllm.blockpool import PoolHook
 from kvserver.adapters.vllm.chunks import Chunks, Tables
 from kvserver.adapters.vllm.events import TierEvents
 from kvserver.adapters.vllm.facts import EngineFacts
+from kvserver.adapters.vllm.hits import Hits
 from kvserver.adapters.vllm.load_plans import LoadPlanner
 from kvserver.adapters.vllm.promises import Promises
 from kvserver.adapters.vllm.requests import Requests, RequestState
@@ -43,7 +44,7 @@ from kvserver.adapters.vllm.support import rehashes_sessions
 from kvserver.adapters.vllm.variants import Variants
 from kvserver.adapters.vllm.wishes import wishes_of
 
-from kvserver.protocol import MAX_CHUNKS, HelloReply, Lookup, LookupTail
+from kvserver.protocol import HelloReply
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -56,24 +57,14 @@ log = logging.getLogger("vllm.kvserver")
 _IDLE_WAIT_SECONDS = 0.001  # of a pass that schedules nothing, while requests wait for fills
 _REPORT_SECONDS = 1.0  # from a store's deadline until the workers have reported its end
 _MOST_KEPT = 16  # stores alone keep a sixteenth of the pool's blocks at most, once the engine may need blocks
-_LONGEST_TRACEPARENT = 512  # as the protocol has it
 
 P = ParamSpec("P")
-
-
-def traceparent(request: Request) -> str:
-    """The traceparent of the request's headers; empty if there is none."""
-    for name, value in (request.trace_headers or {}).items():
-        if name.lower() == "traceparent" and len(value) <= _LONGEST_TRACEPARENT:
-            return str(value)
-    return ""
 
 
 class SchedulerHalf:
     def __init__(self, settings: AdapterSettings, link: Link, facts: EngineFacts, faults: Faults) -> None:
         self.counters: Counter[str] = Counter()
         self._link = link
-        self._facts = facts
         self._faults = faults
         self._serves = False  # until the pool's hook sees which blocks are allocated
         self._stale_hashes = False  # vLLM's own cache may have blocks under hashes of other tokens
@@ -106,6 +97,7 @@ class SchedulerHalf:
         self._dispatcher = Dispatcher(link, self.counters, faults)
         self._dispatcher.on_session.append(self._begin_session)
         self._lookups = Lookups(self._dispatcher, settings, self.counters)
+        self._hits = Hits(facts, self._chunks, self._variants, self._failed, self._lookups)
         self._notices = Notices(self._dispatcher, facts.names, self._pool, self.counters)
         self._announcer = Announcer(self._dispatcher, facts.names, TierEvents(facts.groups), facts.publishes)
         self._introduction = Introduction(
@@ -130,131 +122,27 @@ class SchedulerHalf:
         state = RequestState(request=request, variant=variant, wishes=wishes, waits_for_fills=wishes.waits_for_storage)
         self._requests[request.request_id] = state
         usable = self._dispatcher.usable() is not None
-        if usable and self._is_useful(state) and not request.skip_reading_prefix_cache:
-            self._look_up(state)
-
-    def _is_useful(self, state: RequestState) -> bool:
-        """Whether there is something to look up."""
-        return self._useful_chunks(state) > 0 or bool(self._useful_tail(state, 0))
-
-    def _useful_chunks(self, state: RequestState) -> int:
-        """How many a hit may have; so that a hit, and the load of it, is one message too."""
-        useful = min(self._chunks.useful(state.request), state.wishes.most_tokens // self._chunks.tokens, MAX_CHUNKS)
-        if not self._failed:
-            return useful
-        return self._failed.leading(state.variant.text, self._chunks.keys(state.request, range(useful)))
-
-    def _useful_tail(self, state: RequestState, chunks: int) -> range:
-        """The single blocks behind so many chunks that a hit may have."""
-        request = state.request
-        tail = self._chunks.tail(request, chunks, min(request.num_tokens, state.wishes.most_tokens))
-        if not tail or not self._failed:
-            return tail
-        return tail[: self._failed.leading(state.variant.text, self._chunks.block_keys(request, tail))]
-
-    def _look_up(self, state: RequestState) -> None:
-        self._lookups.send(state, self._lookup_of(state), lambda chunks: self._tail_of(state, chunks))
-
-    def _tail_of(self, state: RequestState, chunks: int) -> LookupTail:
-        return LookupTail(
-            self._facts.names.instance_id,
-            self._facts.names.incarnation,
-            state.request.request_id,
-            self._chunks.block_keys(state.request, self._useful_tail(state, chunks)),
-        )
-
-    def _lookup_of(self, state: RequestState) -> Lookup:
-        request = state.request
-        chunks = self._useful_chunks(state)
-        tail = self._useful_tail(state, chunks)
-        return Lookup(
-            instance_id=self._facts.names.instance_id,
-            incarnation=self._facts.names.incarnation,
-            request_id=request.request_id,
-            chunk_blocks=self._chunks.blocks,
-            keys=self._chunks.keys(request, range(chunks)),
-            variant=state.variant.text,
-            durability=state.variant.durability,
-            tokens=request.num_tokens,
-            traceparent=traceparent(request),
-            tail_keys=self._chunks.block_keys(request, tail) if tail else b"",
-        )
+        if usable and self._hits.is_useful(state) and not request.skip_reading_prefix_cache:
+            self._hits.look_up(state)
 
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         """Answer vLLM: (tokens beyond `local_tokens` to load, asynchronously); (None, False) = not known yet."""
         state = self._requests.get(request.request_id)
-        has_all = state is not None and self._has_all(state, local_tokens)
-        if state is not None and self._lookups.awaits_fill(state):
+        if state is None:  # it runs without cache
+            self._sources.asked(request.request_id, local_tokens)
+            return 0, False
+        has_all = self._hits.has_all(state, local_tokens)
+        if self._lookups.awaits_fill(state):
             return None, False  # first: many may wait, and vLLM asks about each in each pass
         self._sources.asked(request.request_id, local_tokens)
         self._follow_resets()
-        tokens, asynchronously = self._matched(state, request, local_tokens, has_all)
-        if state is not None and state.answer is not None:
+        tokens = self._hits.tokens_to_load(state, local_tokens, has_all) if self._serves else 0
+        if state.answer is not None:
             self._promises.answered(request.request_id, tokens or 0, state.answer.l2_chunks * self._chunks.tokens)
-        if state is not None and tokens is not None and self._chunks.states:
+        if tokens is not None and self._chunks.states:
             state.engine_boundary = request.shared_prefix_boundary  # vLLM has just set it
             self._want_state(state, local_tokens + tokens)
-        return tokens, asynchronously
-
-    def _matched(
-        self, state: RequestState | None, request: Request, local_tokens: int, has_all: bool
-    ) -> tuple[int | None, bool]:
-        if state is None or state.give_up or not self._serves:
-            return 0, False
-        if not state.wishes.most_tokens:
-            state.not_loaded = "request_limit"
-        if not self._is_useful(state):
-            if self._failed and self._chunks.useful(request):
-                state.not_loaded = state.not_loaded or "load_failed"
-            return 0, False
-        if request.skip_reading_prefix_cache:  # every token must be computed; vLLM before 0.31 queries all the same
-            return 0, False
-        if has_all:
-            state.not_loaded = ""
-            return 0, False
-        if state.admitted:  # it was preempted since: look up again, more may be stored by now
-            state.admitted = False
-            state.answer = None
-            state.waits_for_fills = state.wishes.waits_for_storage
-        if self._failed and state.answer is not None and state.answer.hit_chunks > self._useful_chunks(state):
-            state.answer = None  # it is older than the failure of another request's load
-        if self._lookups.must_send(state):
-            state.boundaries = None
-            self._look_up(state)
-        if (answer := self._lookups.answer_to(state)) is None:
-            return None, False
-        found = self._chunks.found_tokens(answer.hit_chunks, answer.tail_blocks)
-        tokens = self._worth_loading(request, found, local_tokens)
-        state.not_loaded = "lookup_timeout" if answer.timed_out else ""
-        if not tokens:
-            return 0, False
-        if self._facts.whole_prompts_only and local_tokens + tokens < request.num_tokens - 1:
-            state.not_loaded = "whole_prompts_only"
-        elif not self._variants.is_current(state.request, state.variant):
-            state.not_loaded = "weights_changed"
-        if state.not_loaded:
-            return 0, False
-        state.local_tokens = local_tokens
-        return tokens, True
-
-    def _has_all(self, state: RequestState, local_tokens: int) -> bool:
-        """Whether the engine has itself all that the daemon could find. Then no answer and no fill is waited for."""
-        if not local_tokens:
-            return False
-        chunks = self._useful_chunks(state)
-        most = self._chunks.found_tokens(chunks, len(self._useful_tail(state, chunks)))
-        if self._worth_loading(state.request, most, local_tokens):
-            return False
-        self._lookups.forgo(state)
-        return True
-
-    def _worth_loading(self, request: Request, found: int, local_tokens: int) -> int:
-        """The tokens that a load brings where so many are found; 0 if there is none to begin.
-
-        Of an engine that has a prefix itself and lacks a part of a block at most: it computes that sooner than it loads it.
-        """
-        tokens = min(found, request.num_tokens - 1) - local_tokens
-        return 0 if tokens <= 0 or (local_tokens and tokens < self._chunks.block_tokens) else tokens
+        return tokens, bool(tokens)
 
     def hit_sources(self, request_id: str) -> tuple[int, int]:
         """How many tokens of the load that was just planned come from L1, and from L2."""
