@@ -1296,7 +1296,7 @@ SCHEDULER_HALF = (
     Mutant(
         "an answer from before a failure is loaded",
         HITS, "Hits._answer_to", "state.answer.hit_chunks > self._useful_chunks(state)", "False",
-        (f"{FAILED_LOADS_TEST}::test_requests_that_wait_with_an_answer_do_not_load_what_failed_meanwhile",),
+        (f"{FAILED_LOADS_TEST}::test_an_answer_from_before_a_failure_is_not_used_as_far_as_it_failed",),
     ),
     Mutant(
         "keys that were stored anew stay remembered as failed",

@@ -111,6 +111,28 @@ def test_requests_that_wait_with_an_answer_do_not_load_what_failed_meanwhile(
     assert len(engine.loads) == before + 1
 
 
+def test_an_answer_from_before_a_failure_is_not_used_as_far_as_it_failed(
+    clock: Clock, tap: Tap, make_engine: MakeEngine
+) -> None:
+    """The engine had the first chunks itself when the load failed, and lost them before the next request began."""
+    stored(tap, make_engine)
+    engine = make_engine(
+        tap.endpoint, num_blocks=25, extra={"kvserver.lookup_age_ms": 600_000, "kvserver.on_prefix_reset": "keep"}
+    )
+    engine.generate("own", TOKENS[: 2 * CHUNK + 5])
+    tap.instead = refuse_loads
+    engine.add("fails", TOKENS)
+    waits = engine.add("waits", TOKENS)
+    engine.run(until=lambda: half_of(engine).counters["failed_loads"] == 1)
+    assert engine.status_of("waits") == "WAITING", "there are no blocks for it"
+    tap.instead = lambda message: None
+    engine.abort("fails")
+    assert engine.scheduler.reset_prefix_cache()
+    engine.run()
+    assert waits.right
+    assert waits.external == 2 * CHUNK
+
+
 def test_a_lookup_goes_as_far_as_nothing_failed(clock: Clock, tap: Tap, make_engine: MakeEngine) -> None:
     """What is before the failed chunks, and other prompts, are loaded as ever."""
     stored(tap, make_engine)
