@@ -1,18 +1,12 @@
-"""deploy/kubernetes: the overlays are valid, and the daemon's containers run as they are written, without a cluster."""
+"""deploy/kubernetes: the overlays are valid, and fit the daemon and one another."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import shutil
-import signal
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import kubernetes_validate
 import pytest
@@ -25,18 +19,13 @@ from support.containers import (
     Object,
     built,
     container,
-    forbidden,
-    refusals,
     workloads,
 )
-from support.daemon import KVSERVER, fetch, wait_until
-from support.ports import reserved_port
 
 from kvserver.config import MiB, bytes_beside_l1, parse_size, read_configuration
 
 DEPLOY = OVERLAYS.parents[1]
 VERSIONS = ("1.29", "1.37")  # the first with native sidecars, and the newest schema
-TOKEN = "0123456789abcdef" * 4
 
 
 @pytest.fixture(params=NAMES)
@@ -219,206 +208,6 @@ def test_the_annotations_name_the_port_of_the_pages(objects: list[Object]) -> No
 def test_the_objects_of_the_operator_are_what_make_writes() -> None:
     made = subprocess.run([sys.executable, DEPLOY / "kubernetes/make.py", "--check"], capture_output=True, text=True)
     assert made.returncode == 0, made.stderr
-
-
-# ---- what runs ----------------------------------------------------------------------------------
-
-
-class Pod:
-    """The daemon's container, run as it is written but for its port, which this machine chooses, and less L1."""
-
-    def __init__(self, name: str, contained: bool) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="kvk-"))
-        self.container = container(built(OVERLAYS / name), "kvserver")
-        self.folders = {volume: self.folder / volume for volume in self.container.mounts}
-        for folder in self.folders.values():
-            folder.mkdir()
-        self.folders["socket"].chmod(0o777)  # as the kubelet makes an emptyDir
-        self._write_token()
-        self.reservation, self.port = reserved_port()
-        self.environment = self.container.environment | {
-            "KVSERVER_HTTP_PORT": str(self.port),
-            "KVSERVER_L1_SIZE": "64MiB",
-        }
-        path = f"{Path(KVSERVER).parent}:/usr/bin:/bin"
-        self.filter = refusals() if contained else -1
-        if contained:
-            words = self.container.command(self.folders, self.environment | {"PATH": path}, self.filter)
-            environment = {"PATH": path}
-        else:
-            environment = {name: self.mapped(value) for name, value in self.environment.items()} | {"PATH": path}
-            words = [self.mapped(word) for word in self.container.words(environment)]
-        kept = () if self.filter < 0 else (self.filter,)
-        with open(self.folder / "log", "w") as log:
-            self.process = subprocess.Popen(words, env=environment, cwd="/", pass_fds=kept, stdout=log, stderr=log)
-
-    def _write_token(self) -> None:
-        """As the kubelet does: root's file, for the group, behind two links."""
-        volume = self.folders["http-token"]
-        (volume / "..2026").mkdir()
-        (volume / "..2026/http-token").write_text(TOKEN)
-        (secret,) = (v["secret"] for v in self.container.pod["volumes"] if v["name"] == "http-token")
-        (volume / "..2026/http-token").chmod(secret["defaultMode"])
-        (volume / "..data").symlink_to("..2026")
-        (volume / "http-token").symlink_to("..data/http-token")
-
-    def mapped(self, text: str) -> str:
-        """With the folder of each volume in place of its mount."""
-        for name, mount in self.container.mounts.items():
-            text = text.replace(mount["mountPath"], str(self.folders[name]))
-        return text
-
-    @property
-    def log(self) -> str:
-        return (self.folder / "log").read_text()
-
-    def probe(self, name: str) -> bool:
-        """One try of a probe."""
-        probe = self.container.spec[name]["httpGet"]
-        assert self.container.port(probe["port"]) == int(self.container.environment["KVSERVER_HTTP_PORT"])
-        try:
-            return fetch(f"http://127.0.0.1:{self.port}{probe['path']}")[0] < 400
-        except OSError:
-            return False
-
-    def wait_for(self, name: str) -> None:
-        """As long as the kubelet tries."""
-        probe = self.container.spec[name]
-        seconds = probe.get("initialDelaySeconds", 0) + probe["periodSeconds"] * probe.get("failureThreshold", 3)
-        wait_until(lambda: self.probe(name) or self.process.poll() is not None, seconds, name)
-        assert self.process.poll() is None, self.log
-
-    def end(self) -> float:
-        """Seconds from SIGTERM to the end."""
-        began = time.monotonic()
-        descendants = self.process.pid if not self.contained else self._inner()
-        os.kill(descendants, signal.SIGTERM)
-        assert self.process.wait(30) == 0, self.log
-        return time.monotonic() - began
-
-    @property
-    def contained(self) -> bool:
-        return Path(str(self.process.args[0])).name == "bwrap"  # type: ignore[index]
-
-    def _inner(self) -> int:
-        """The daemon's process: bwrap's only child has its own only child."""
-        pid = self.process.pid
-        while children := Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-            pid = int(children[0])
-        return pid
-
-    def close(self) -> None:
-        if self.filter >= 0:
-            os.close(self.filter)
-        self.process.kill()
-        self.process.wait()
-        self.reservation.close()
-        shutil.rmtree(self.folder)
-
-
-# As a container of its own runs it: the same user and folder, its own /dev/shm, no common namespace.
-ENGINE = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from support.worker import Worker
-worker = Worker(sys.argv[2])
-worker.round_trip()
-print("round trip", flush=True)
-sys.stdin.read()
-"""
-
-
-FORBIDDEN = forbidden()
-needs_containers = pytest.mark.skipif(bool(FORBIDDEN), reason=f"Bubblewrap may not make containers here: {FORBIDDEN}")
-
-
-@pytest.fixture(params=["plain", pytest.param("contained", marks=needs_containers)])
-def contained(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param == "contained")
-
-
-@pytest.fixture(params=["sidecar", "node"])
-def pod(request: pytest.FixtureRequest, contained: bool) -> Iterator[Pod]:
-    made = Pod(request.param, contained)
-    yield made
-    made.close()
-
-
-def test_the_daemon_runs_as_it_is_written(pod: Pod, contained: bool) -> None:
-    for name in ("startupProbe", "livenessProbe", "readinessProbe"):
-        if name in pod.container.spec:
-            pod.wait_for(name)
-    code, text = wait_until(lambda: fetch(f"http://127.0.0.1:{pod.port}/metrics"))
-    assert (code, "kvserver_ready 1.0" in text) == (200, True)
-    assert fetch(f"http://127.0.0.1:{pod.port}/status")[0] == 401, "the token is required"
-    environment = {"PATH": "/usr/bin:/bin"}
-    script = [sys.executable, "-c", ENGINE, str(Path(__file__).parents[1])]
-    if contained:
-        engine = container(built(OVERLAYS / "node"), "vllm")
-        spec = {**pod.container.spec, "command": [*script, pod.environment["KVSERVER_ENDPOINT"]],
-                "volumeMounts": [engine.mounts["socket"]]}  # fmt: skip
-        words = Container(pod.container.pod, spec).command(pod.folders, environment)
-        words.insert(1, "--unshare-net")
-    else:
-        words = [*script, pod.mapped(pod.environment["KVSERVER_ENDPOINT"])]
-    engine_process = subprocess.Popen(words, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        assert engine_process.stdout is not None
-        assert engine_process.stdout.readline() == "round trip\n", pod.log
-        assert instances(pod) == 1
-    finally:
-        engine_process.kill()
-        engine_process.communicate()
-    wait_until(lambda: instances(pod) == 0, what="the end of the lifeline is seen in another pid namespace")
-    assert pod.end() < pod.container.pod["terminationGracePeriodSeconds"]
-
-
-def instances(pod: Pod) -> float:
-    found = re.search(r"^kvserver_instances ([\d.]+)$", fetch(f"http://127.0.0.1:{pod.port}/metrics")[1], re.M)
-    assert found is not None
-    return float(found[1])
-
-
-@needs_containers
-def test_the_root_of_the_container_is_read_only_and_its_user_the_pods(tmp_path: Path) -> None:
-    """So that the test above means something."""
-    daemon = container(built(OVERLAYS / "node"), "kvserver")
-    spec = {
-        **daemon.spec,
-        "command": [
-            "sh",
-            "-c",
-            "id -u; touch /etc/x /run/x /tmp/x; touch /run/kvserver/x && echo own; grep Cap /proc/self/status",
-        ],
-    }
-    folders = dict.fromkeys(daemon.mounts, tmp_path)
-    shown = subprocess.run(
-        Container(daemon.pod, spec).command(folders, {"PATH": os.environ["PATH"]}), capture_output=True, text=True
-    )
-    lines = shown.stdout.split()
-    assert lines[:2] == ["1000", "own"]
-    assert set(lines[3::2]) == {"0" * 16}
-    assert shown.stderr.count("Read-only file system") == 3
-
-
-def test_the_folder_of_a_node_is_made_with_the_one_capability_that_is_given(tmp_path: Path) -> None:
-    if os.getuid() != 0:
-        pytest.skip("only root can give a folder away")
-    first = container(built(OVERLAYS / "node"), "folder")
-    assert first.setting("capabilities") == {"drop": ["ALL"], "add": ["CHOWN"]}
-    where = first.mounts["socket"]["mountPath"]
-    words = [word.replace(where, str(tmp_path)) for word in first.spec["command"]]
-    few = ["setpriv", "--bounding-set=-all,+chown", "--inh-caps=-all", "--no-new-privs"]
-    for _ in range(2):  # a second pod finds the folder of the first
-        subprocess.run([*few, *words], check=True, timeout=20)
-    found = (tmp_path / "socket").stat()
-    daemon = container(built(OVERLAYS / "node"), "kvserver")
-    assert (found.st_uid, found.st_gid, found.st_mode & 0o777) == (
-        daemon.setting("runAsUser"),
-        daemon.setting("runAsGroup"),
-        0o700,
-    )
-    assert Path(daemon.environment["KVSERVER_ENDPOINT"].removeprefix("ipc://")).parent == Path(where) / "socket"
 
 
 # ---- the page -----------------------------------------------------------------------------------
