@@ -1093,8 +1093,13 @@ WORKER_HALF = (
     ),
     Mutant(
         "a request waits for blocks that stores keep",
-        SCHEDULER, "SchedulerHalf._bound_pins", "not all(state.admitted for state in requests)", "False",
+        SCHEDULER, "SchedulerHalf._bound_pins", "any(state.awaits_blocks for state in requests)", "False",
         (f"{PINS}::test_a_long_prompt_waits_for_the_cancel_though_half_of_the_pool_is_free",),
+    ),
+    Mutant(
+        "stores are cancelled for a request that waits for its answer",
+        SCHEDULER, "SchedulerHalf.matched_tokens", "state.awaits_blocks = tokens is not None", "state.awaits_blocks = True",
+        ("issues/adapters/test_stores_were_cancelled_while_a_lookup_was_awaited.py",),
     ),
     Mutant(
         "stores go on when the weights may have changed",

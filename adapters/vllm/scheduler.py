@@ -131,12 +131,14 @@ class SchedulerHalf:
         if state is None:  # it runs without cache
             self._sources.asked(request.request_id, local_tokens)
             return 0, False
+        state.awaits_blocks = False
         has_all = self._hits.has_all(state, local_tokens)
         if self._lookups.awaits_fill(state):
             return None, False  # first: many may wait, and vLLM asks about each in each pass
         self._sources.asked(request.request_id, local_tokens)
         self._follow_resets()
         tokens = self._hits.tokens_to_load(state, local_tokens, has_all) if self._serves else 0
+        state.awaits_blocks = tokens is not None
         if state.answer is not None:
             self._promises.answered(request.request_id, tokens or 0, state.answer.l2_chunks * self._chunks.tokens)
         if tokens is not None and self._chunks.states:
@@ -155,7 +157,7 @@ class SchedulerHalf:
         self._guarded("sources of a prompt", self._placed, request, external_tokens)
         state = self._requests.get(request.request_id)
         if state is not None:
-            state.admitted = True
+            state.admitted, state.awaits_blocks = True, False
             state.computed = 0  # its blocks are others now, and a load may still have to fill them
         if external_tokens <= 0:
             return
@@ -240,7 +242,7 @@ class SchedulerHalf:
         """Where requests may need blocks that only stores keep, have all of these stores cancelled but a sixteenth of the pool."""
         most, requests = self._pool.size // _MOST_KEPT, self._requests.values()
         scarce = requests and 2 * self._pool.free < self._pool.size
-        if len(self._pool.kept) > most and (scarce or not all(state.admitted for state in requests)):
+        if len(self._pool.kept) > most and (scarce or any(state.awaits_blocks for state in requests)):
             self._plan.abort_stores += self._pins.cancel_beyond(most)
 
     @property
