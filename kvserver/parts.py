@@ -62,7 +62,7 @@ from kvserver.server import (
     resync_of_l1,
     totals_status,
 )
-from kvserver.telemetry import BlockLifecycle, ChunkLifecycle, Explain, Family, RpcCounts, all_families
+from kvserver.telemetry import BlockLifecycle, ChunkLifecycle, Explain, Family, RpcCounts, WhatIfCurve, all_families
 
 if TYPE_CHECKING:
     from kvserver.telemetry.otlp import OtlpMetrics
@@ -75,8 +75,9 @@ _LAST_EVENTS_SECONDS = 2.0  # for the events that are queued when the daemon sto
 class Observability:
     """REQUIRES: start() before close(), both once; or observers.close()."""
 
-    def __init__(self, settings: Settings, boot_id: str) -> None:
+    def __init__(self, settings: Settings, boot_id: str, l1_pages: int = 0, page_bytes: int = 1) -> None:
         """ConfigError if an exporter or observer of the settings cannot be made."""
+        self.what_if = WhatIfCurve(l1_pages, page_bytes)
         self.block_lifecycle = BlockLifecycle(settings.metrics_sample_rate)
         self.chunk_lifecycle = ChunkLifecycle(settings.metrics_sample_rate)
         self.explain = Explain()
@@ -103,7 +104,7 @@ class Observability:
             settings.kv_events_endpoint or settings.kv_events_file or self.observers.foreign
         )
         # Each event reaches `explain` before the traces, whose spans show what it knows.
-        subscribers: list[Subscriber] = [self.block_lifecycle, self.chunk_lifecycle, self.hub, self.explain]
+        subscribers: list[Subscriber] = [self.block_lifecycle, self.chunk_lifecycle, self.what_if, self.hub, self.explain]
         if self.traces is not None:
             subscribers.append(self.traces)
         self.recorder: Recorder | None = make_recorder(settings, lambda: self.bus.dropped[NAMES[LookupEnded]])
@@ -159,7 +160,7 @@ class Parts:
         self.lifelines = lifelines
         self._placement = placement
         self._clock = clock
-        self.observability = observability = Observability(settings, self.boot_id)
+        self.observability = observability = Observability(settings, self.boot_id, cache.pool.pages, cache.pool.page_bytes)
         self.bus = bus = observability.bus
         self.instances = instances = Instances()
         self.tickets: Tickets[Ticket] = Tickets(devices)
@@ -234,6 +235,7 @@ class Parts:
             loop_turns=server.turns.snapshot(),
             metrics_sample_rate=self.settings.metrics_sample_rate,
             l1=l1_status(self.cache, self._placement),
+            what_if=observability.what_if.status(),
             l2=self.spill.status(),
             gpus=self.devices.status(),
             instances=self.instances_status(),

@@ -24,6 +24,7 @@ void bind_cache(nb::module_& m);
 void bind_kv(nb::module_& m);         // bindings_kv.cpp
 void bind_l2(nb::module_& m);         // bindings_l2.cpp
 void bind_lifetimes(nb::module_& m);  // bindings_lifetimes.cpp
+void bind_what_if(nb::module_& m);    // bindings_what_if.cpp
 
 std::vector<Extent> kvserver::to_extents(const nb::bytes& raw) {
     if (raw.size() % sizeof(Extent) != 0)
@@ -238,4 +239,5 @@ NB_MODULE(_native, m) {
     bind_kv(m);
     bind_l2(m);
     bind_lifetimes(m);
+    bind_what_if(m);
 }

@@ -17,7 +17,7 @@ from msgspec.structs import asdict
 
 from kvserver.cli import http_client
 from kvserver.cli.terminal import columns, show
-from kvserver.protocol.status import DaemonStatus, GpuStatus, InstanceStatus, L1Status, TierStatus
+from kvserver.protocol.status import DaemonStatus, GpuStatus, InstanceStatus, L1Status, TierStatus, WhatIfStatus
 
 _HOME_AND_ERASE_BELOW = "\x1b[H\x1b[J"
 _ERASE_SCREEN = "\x1b[2J"
@@ -81,6 +81,7 @@ def table(status: DaemonStatus) -> str:
         f"up {duration(status.uptime_seconds)}  boot {status.boot_id}",
         f"L1     {bar(l1.used_bytes, l1.size_bytes)} {size(l1.used_bytes)} of {size(l1.size_bytes)}, "
         f"{l1.chunks} chunks, {l1.evictions} evicted ({l1.policy})",
+        *_what_if(status.what_if),
         *map(_tier, status.l2),
         _prompts(totals.prompt_tokens),
         f"moved  {size(totals.stored_bytes)} stored, {size(totals.loaded_bytes)} loaded, "
@@ -123,6 +124,17 @@ def table(status: DaemonStatus) -> str:
     else:
         lines.append("no engine is connected")
     return "\n".join(lines)
+
+
+def _what_if(curve: WhatIfStatus) -> list[str]:
+    """The share of tokens that lookups would have found in an L1 of each size."""
+    if not curve.looked_up_tokens:
+        return []
+    shares = [
+        f"{one.size if one.size_bytes is None else one.size + 'x'} {rate(one.would_hit_tokens, curve.looked_up_tokens)}"
+        for one in curve.sizes
+    ]
+    return [f"if L1 were  {', '.join(shares)} of tokens looked up would be hits"]
 
 
 def _tier(tier: TierStatus) -> str:

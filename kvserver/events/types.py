@@ -98,6 +98,8 @@ class LookupEnded(_OfInstance, frozen=True):
     namespace: bytes = b""  # b"": not all ranks of the instance are registered
     prompt_tokens: int = 0  # 0: not reported
     traceparent: str = ""
+    tail_keys: bytes = b""  # of the blocks looked up behind the hit
+    block_tokens: int = 0  # of these
 
     @property
     def tokens(self) -> int:
@@ -164,6 +166,8 @@ class ErrorSent(_Event, frozen=True):
 
 class ChunksStored(_OfChunks, frozen=True):
     """Objects became READY by a store of the instance."""
+
+    pages: int = 0  # of L1 that each of them uses, all ranks together
 
 
 class ChunksDescribed(_Event, frozen=True):

@@ -323,6 +323,25 @@ class TierStatus(Struct, frozen=True, kw_only=True):
     read_bytes_per_second: float = 0.0  # of fills lately; 0 if it is not known
 
 
+class WhatIfSize(Struct, frozen=True, kw_only=True):
+    size: str = ""  # times L1, or "unlimited"
+    size_bytes: int | None = None
+    would_hit_tokens: int = 0
+
+
+class WhatIfStatus(Struct, frozen=True, kw_only=True):
+    """Tokens of lookups that an L1 of other sizes would have found."""
+
+    looked_up_tokens: int = 0
+    sizes: list[WhatIfSize] = []
+    # At most a second old:
+    looked_up_chunks: int = 0
+    listed_chunks: int = 0
+    sample_rate: float = 1.0  # of the chunks used longest ago
+    memory_bytes: int = 0
+    sketch: str = ""  # base64: HyperLogLog of the chunks looked up
+
+
 class DaemonStatus(Struct, frozen=True, kw_only=True):
     """Made in the loop's thread, but for the last two fields. A field that is UNSET is no key of `/status`."""
 
@@ -335,6 +354,7 @@ class DaemonStatus(Struct, frozen=True, kw_only=True):
     loop_turns: Buckets = Buckets()
     metrics_sample_rate: float = 0.0
     l1: L1Status = L1Status()
+    what_if: WhatIfStatus = WhatIfStatus()
     l2: list[TierStatus] = []
     gpus: list[GpuStatus] = []
     instances: list[InstanceStatus] = []

@@ -327,7 +327,7 @@ class Fills:
         fill.reading.remove(batch)
         self._cache.finish_store(plan, copied=True, failed=batch.failed)
         if ready := plan.ready:
-            self._count_ready(fill, batch.coverage.group, ready)
+            self._count_ready(fill, batch.coverage.group, ready, plan.pages * len(plan.slots))
         if fill.ended:
             return
         self._pin(fill, ready)
@@ -357,11 +357,11 @@ class Fills:
         else:
             self._finish(fill)
 
-    def _count_ready(self, fill: Fill, group: int, ready: Sequence[Chunk]) -> None:
+    def _count_ready(self, fill: Fill, group: int, ready: Sequence[Chunk], pages: int) -> None:
         keys, instance = b"".join([chunk.key for chunk in ready]), fill.instance
         event = ChunksStored(
             int(self._clock() * 1e9), instance.instance_id, instance.model_name, fill.namespace, keys,
-            fill.worker.layout.objects[group],
+            fill.worker.layout.objects[group], pages,
         )  # fmt: skip
         self._bus.publish(event, len(keys))
         if group == 0:

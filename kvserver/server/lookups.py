@@ -40,6 +40,7 @@ class _Looked:
     chunk_tokens: int
     began_ns: int
     outcome: LookupOutcome
+    tail_keys: bytes = b""
 
 
 @dataclass
@@ -117,6 +118,7 @@ class L1Lookups:
         owner = (request.instance_id, request.request_id)
         blocks = self.cache.lookup_tail(looked.namespace, keys, owner, self._deadline())
         tokens = blocks * looked.chunk_tokens // request.chunk_blocks
+        looked.tail_keys = keys
         looked.outcome = replace(looked.outcome, tail_blocks=blocks, tail_tokens=tokens)
 
     def answer_again(self, request: Lookup, filled_tokens: int) -> LookupReply:
@@ -143,8 +145,9 @@ class L1Lookups:
         ended = LookupEnded(
             int(self.clock() * 1e9), instance.instance_id, instance.model_name, request.request_id, looked.began_ns,
             request.keys, outcome, looked.chunk_tokens, looked.namespace, request.tokens, request.traceparent,
+            looked.tail_keys, looked.chunk_tokens // request.chunk_blocks,
         )  # fmt: skip
-        self.bus.publish(ended, len(request.keys))
+        self.bus.publish(ended, len(request.keys) + len(looked.tail_keys))
         return _reply(outcome, fill_chunks=fill_chunks)
 
 

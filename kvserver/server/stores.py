@@ -202,7 +202,8 @@ class Stores:
             instance_id, model_name, _ = ticket.worker.identity
             group, keys = ticket.group, b"".join([chunk.key for chunk in ready])
             namespace = group.chunks_namespace(ticket.namespace)
-            stored = ChunksStored(self.copies.now_ns(), instance_id, model_name, namespace, keys, group.objects)
+            pages = ticket.plan.pages * group.layout.slots[group.number]
+            stored = ChunksStored(self.copies.now_ns(), instance_id, model_name, namespace, keys, group.objects, pages)
             self.bus.publish(stored, len(keys))
             if not group.layout.tails and (of_l2 := self.copies.coverage_in_l2(ticket)) is not None:
                 self.spill.stored(ticket.namespace, *of_l2, ready)

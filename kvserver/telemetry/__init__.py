@@ -13,3 +13,4 @@ from kvserver.telemetry.explain_text import advice, verdict
 from kvserver.telemetry.families import Family, Kind, Metric, families_of
 from kvserver.telemetry.metrics import all_families
 from kvserver.telemetry.rpc_counts import LOOP, UNREADABLE, Rpc, RpcCounts
+from kvserver.telemetry.what_if import WhatIfCurve, merge_what_if

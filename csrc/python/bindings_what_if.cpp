@@ -1,0 +1,85 @@
+// bindings_what_if.cpp: the part of kvserver._native that knows what caches of other sizes would have.
+#include <nanobind/stl/array.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <array>
+#include <tuple>
+#include <vector>
+
+#include "python/bindings.h"
+#include "tables/what_if.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace kvserver;
+
+namespace {
+
+// The caller's reference keeps the bytes while the GIL is released.
+std::string_view view(const nb::bytes& raw) { return {raw.c_str(), raw.size()}; }
+
+using Need = std::tuple<uint16_t, uint32_t, uint32_t>;
+
+HitRules to_rules(uint16_t full, uint32_t chunk_tokens, const std::vector<Need>& others,
+                  bool distinct) {
+    HitRules rules{full, chunk_tokens, distinct, {}};
+    for (const auto& [bit, chunks, local] : others) rules.others.push_back({bit, chunks, local});
+    return rules;
+}
+
+}  // namespace
+
+void bind_what_if(nb::module_& m) {
+    nb::class_<HitRules>(m, "HitRules")
+        .def(nb::new_(&to_rules), "full"_a, "chunk_tokens"_a, "others"_a, "distinct"_a = true);
+    nb::class_<WhatIf>(m, "WhatIf")
+        .def(nb::init<uint64_t, const std::array<uint64_t, WhatIf::kUnlimited>&>(), "secret"_a,
+             "sizes"_a)
+        .def(
+            "lookup",
+            [](WhatIf& table, uint64_t salt, const nb::bytes& keys, const HitRules& rules,
+               size_t found, uint32_t pages) {
+                const std::string_view raw = view(keys);
+                std::array<std::tuple<size_t, double>, WhatIf::kUnlimited + 1> hits;
+                const nb::gil_scoped_release released;
+                std::ranges::transform(
+                    table.lookup(salt, raw, rules, found, pages), hits.begin(),
+                    [](const WhatIf::Hit& hit) { return std::tuple(hit.boundary, hit.chunks); });
+                return hits;
+            },
+            "salt"_a, "keys"_a, "rules"_a, "found"_a, "pages"_a)
+        .def(
+            "add",
+            [](WhatIf& table, uint64_t salt, const nb::bytes& keys, uint16_t bit, uint32_t pages) {
+                const std::string_view raw = view(keys);
+                const nb::gil_scoped_release released;
+                table.add(salt, raw, bit, pages);
+            },
+            "salt"_a, "keys"_a, "bit"_a, "pages"_a)
+        .def(
+            "use_again",
+            [](WhatIf& table, uint64_t salt, const nb::bytes& keys) {
+                const std::string_view raw = view(keys);
+                const nb::gil_scoped_release released;
+                table.use_again(salt, raw);
+            },
+            "salt"_a, "keys"_a)
+        .def(
+            "remove",
+            [](WhatIf& table, uint64_t salt, const nb::bytes& keys, uint16_t bit, uint32_t pages) {
+                table.remove(salt, view(keys), bit, pages);
+            },
+            "salt"_a, "keys"_a, "bit"_a, "pages"_a)
+        .def("clear", &WhatIf::clear)
+        .def("distinct",
+             [](const WhatIf& table) {
+                 const std::string registers = table.distinct();
+                 return nb::bytes(registers.data(), registers.size());
+             })
+        .def("__len__", &WhatIf::size)
+        .def_prop_ro("sample_rate", &WhatIf::sample_rate)
+        .def_prop_ro("memory_bytes", &WhatIf::memory_bytes);
+}

@@ -1,0 +1,239 @@
+"""What more memory would give: the tokens that lookups would have found in an L1 of other sizes.
+
+Owns: what is known of namespaces and of instances' groups, and the counts by size. Refuses to know: the order of chunks
+(`csrc/tables/what_if.h`), what L1 has. Runs in the bus's thread; `status()` may be called from any.
+
+Exact, but for these: L1 does not evict chunks that requests lease; single blocks of tails are as old as their store, in L1
+as the chunk before them; a store's chunks that were resident already are not used again; what
+was dropped as a bus's event is not known. Of hybrid models a chunk's objects age together, as in L1; where older chunks are
+sampled, those that are not in the sample count as having the objects of windows and states.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import secrets
+from collections import OrderedDict
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from kvserver._native import HitRules, WhatIf
+from kvserver.events import (
+    ChunksEvicted,
+    ChunksStored,
+    Event,
+    InstanceDisconnected,
+    L1Cleared,
+    LookupEnded,
+    NamespaceFormed,
+    RequestEnded,
+    Subscriber,
+)
+from kvserver.protocol import ObjectGroup
+from kvserver.protocol.status import WhatIfSize, WhatIfStatus
+
+SIZES = (0.25, 0.5, 1, 2, 4, 8)  # times L1
+_MOST_NAMESPACES = 1024
+_MOST_CLEARS = 1024
+_MOST_OPEN = 1024  # requests whose keys are kept until they end
+_MOST_OPEN_BYTES = 1 << 19
+_MOST_CHUNKS = 1 << 32
+_SKETCH_NANOS = 1_000_000_000
+_ONE_GROUP = HitRules(1, 1, [])
+_TAIL = HitRules(1, 1, [], distinct=False)
+
+
+class WhatIfCurve(Subscriber):
+    name = "what_if"
+
+    def __init__(self, l1_pages: int, page_bytes: int) -> None:
+        self._page_bytes = page_bytes
+        self._pages = [int(size * l1_pages) for size in SIZES]
+        self._table = WhatIf(secrets.randbits(64), self._pages)
+        self._rules: dict[str, HitRules] = {}  # by instance; of others one full group
+        # By namespace, and -1 - group of single blocks: pages of an object, all ranks together.
+        self._objects: OrderedDict[bytes, dict[int, int]] = OrderedDict()
+        self._open: OrderedDict[tuple[str, str], tuple[int, bytes]] = OrderedDict()  # salt and keys of requests
+        self._open_bytes = 0
+        self._clears: dict[bytes, int] = {}  # of the namespaces that begin so
+        self._hit_tokens = [0.0] * (len(SIZES) + 1)
+        self._looked_up_tokens = self._looked_up_chunks = 0
+        self._shown = WhatIfStatus()
+        self._shown_ns = -_SKETCH_NANOS
+
+    def handle(self, event: Event) -> None:
+        match event:
+            case LookupEnded():
+                self._looked_up(event)
+            case ChunksStored():
+                self._stored(event)
+            case RequestEnded():
+                self._request_ended(event.instance_id, event.request_id)
+            case ChunksEvicted() if event.group is not None and event.group.number >= 0:
+                number = event.group.number
+                pages = self._objects.get(event.namespace, {}).get(number, 0)
+                self._table.remove(self._salt(event.namespace, False), event.keys, 1 << number, pages)
+            case L1Cleared():
+                self._cleared(event.namespace)
+            case NamespaceFormed():
+                spec = event.ranks[0]
+                self._rules[event.instance_id] = rules_of(spec.object_groups, spec.chunk_tokens)
+            case InstanceDisconnected():
+                self._rules.pop(event.instance_id, None)
+
+    def status(self) -> WhatIfStatus:
+        sizes = [
+            WhatIfSize(size=f"{size:g}", size_bytes=pages * self._page_bytes, would_hit_tokens=round(tokens))
+            for size, pages, tokens in zip(SIZES, self._pages, self._hit_tokens, strict=False)
+        ]
+        sizes.append(WhatIfSize(size="unlimited", would_hit_tokens=round(self._hit_tokens[-1])))
+        shown = self._shown
+        return WhatIfStatus(
+            looked_up_tokens=self._looked_up_tokens,
+            sizes=sizes,
+            looked_up_chunks=shown.looked_up_chunks,
+            listed_chunks=shown.listed_chunks,
+            sample_rate=shown.sample_rate,
+            memory_bytes=shown.memory_bytes,
+            sketch=shown.sketch,
+        )
+
+    # ---- inside -------------------------------------------------------------------------------
+
+    def _looked_up(self, event: LookupEnded) -> None:
+        outcome = event.outcome
+        tokens = [0.0] * len(self._hit_tokens)
+        if event.namespace:
+            namespace, objects = event.namespace, self._objects.get(event.namespace, {})
+            tails = self._tail_blocks(event, objects)
+            rules = self._rules.get(event.instance_id, _ONE_GROUP)
+            pages = sum(pages for number, pages in objects.items() if number >= 0)
+            salt = self._salt(namespace, False)
+            self._opened(event, salt)
+            hits = self._table.lookup(salt, event.keys, rules, outcome.hit_chunks, pages)
+            for size, (boundary, chunks) in enumerate(hits):
+                tokens[size] = chunks * event.chunk_tokens
+                if boundary == outcome.hit_chunks:  # the blocks are of the chunk behind it
+                    tokens[size] += tails[size] * event.block_tokens
+        self._hit_tokens = [before + more for before, more in zip(self._hit_tokens, tokens, strict=True)]
+        self._looked_up_tokens += event.tokens
+        self._looked_up_chunks += outcome.chunks
+        if event.time_ns - self._shown_ns >= _SKETCH_NANOS:
+            self._shown_ns = event.time_ns
+            self._show()
+
+    def _opened(self, event: LookupEnded, salt: int) -> None:
+        """Keep the keys until the request ends, unless there are too many."""
+        self._request_ended(event.instance_id, event.request_id)
+        self._open[event.instance_id, event.request_id] = salt, event.keys
+        self._open_bytes += len(event.keys)
+        while self._open_bytes > _MOST_OPEN_BYTES or len(self._open) > _MOST_OPEN:
+            _, (_, keys) = self._open.popitem(last=False)
+            self._open_bytes -= len(keys)
+
+    def _request_ended(self, instance_id: str, request_id: str) -> None:
+        salt, keys = self._open.pop((instance_id, request_id), (0, b""))
+        self._open_bytes -= len(keys)
+        self._table.use_again(salt, keys)
+
+    def _tail_blocks(self, event: LookupEnded, objects: dict[int, int]) -> list[float]:
+        if not event.tail_keys:
+            return [0.0] * len(self._hit_tokens)
+        pages = sum(pages for number, pages in objects.items() if number < 0)
+        salt = self._salt(event.namespace, True)
+        return [
+            blocks
+            for _, blocks in self._table.lookup(salt, event.tail_keys, _TAIL, event.outcome.tail_blocks, pages)
+        ]
+
+    def _stored(self, event: ChunksStored) -> None:
+        if not event.pages:
+            return
+        objects = self._objects.setdefault(event.namespace, {})
+        objects[event.group.number] = event.pages
+        self._objects.move_to_end(event.namespace)
+        if len(self._objects) > _MOST_NAMESPACES:
+            self._objects.popitem(last=False)
+        salt = self._salt(event.namespace, event.group.number < 0)
+        self._table.add(salt, event.keys, 1 << event.group.place, event.pages)
+
+    def _salt(self, namespace: bytes, tails: bool) -> int:
+        """The same in all daemons that have been cleared as often: their sketches can be merged."""
+        clears = sum(count for prefix, count in self._clears.items() if namespace.startswith(prefix))
+        text = b"%b/%d/%d" % (namespace, tails, clears)
+        return int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
+
+    def _cleared(self, prefix: bytes) -> None:
+        if len(self._clears) >= _MOST_CLEARS:
+            self._clears = {b"": sum(self._clears.values())}
+            prefix = b""
+        self._clears[prefix] = self._clears.get(prefix, 0) + 1
+        if not prefix:
+            self._table.clear()
+
+    def _show(self) -> None:
+        self._shown = WhatIfStatus(
+            looked_up_chunks=self._looked_up_chunks,
+            listed_chunks=len(self._table),
+            sample_rate=self._table.sample_rate,
+            memory_bytes=self._table.memory_bytes,
+            sketch=base64.b64encode(self._table.distinct()).decode(),
+        )
+
+
+def rules_of(groups: Sequence[ObjectGroup], chunk_tokens: int) -> HitRules:
+    full, others, far = 0, [], _MOST_CHUNKS
+    for number, group in enumerate(groups):
+        if group.kind == "full":
+            full |= 1 << number
+        elif group.kind == "local":
+            others.append((1 << number, 0, group.tokens))
+        else:
+            others.append((1 << number, far - group.first_needed(far, chunk_tokens), 0))
+    return HitRules(full, chunk_tokens, others)
+
+
+# ---- of several daemons -----------------------------------------------------------------------
+
+
+def merge_what_if(daemons: Sequence[WhatIfStatus]) -> WhatIfStatus:
+    """Of a fleet: each size as the daemons' sum; unlimited as one storage for all, where a chunk is missed once.
+
+    Daemons whose L1 was cleared a different number of times do not recognize each other's chunks.
+    """
+    looked_up = sum(one.looked_up_tokens for one in daemons)
+    chunks = sum(one.looked_up_chunks for one in daemons)
+    sketches = [base64.b64decode(one.sketch) for one in daemons if one.sketch]
+    union = bytes(map(max, zip(*sketches, strict=True)))
+    again = sum(map(distinct_chunks, sketches)) - distinct_chunks(union)
+    sizes = [
+        WhatIfSize(
+            size=same[0].size,
+            size_bytes=None if same[0].size_bytes is None else sum(one.size_bytes or 0 for one in same),
+            would_hit_tokens=sum(one.would_hit_tokens for one in same),
+        )
+        for same in zip(*(one.sizes for one in daemons), strict=True)
+    ]
+    if chunks and sizes:
+        hits = sizes[-1].would_hit_tokens + round(max(0.0, again) * looked_up / chunks)
+        sizes[-1] = WhatIfSize(size=sizes[-1].size, would_hit_tokens=min(looked_up, hits))
+    return WhatIfStatus(
+        looked_up_tokens=looked_up,
+        sizes=sizes,
+        looked_up_chunks=chunks,
+        listed_chunks=sum(one.listed_chunks for one in daemons),
+        sample_rate=min((one.sample_rate for one in daemons), default=1.0),
+        memory_bytes=sum(one.memory_bytes for one in daemons),
+        sketch=base64.b64encode(union).decode(),
+    )
+
+
+def distinct_chunks(registers: bytes) -> float:
+    """HyperLogLog's estimate (Flajolet et al., 2007), with linear counting of few; 1.6% is its standard error."""
+    count = len(registers)
+    if not count:
+        return 0.0
+    empty = registers.count(0)
+    estimate = 0.7213 / (1 + 1.079 / count) * count * count / sum(2.0**-most for most in registers)
+    return count * math.log(count / empty) if empty and estimate <= 2.5 * count else estimate

@@ -1,0 +1,186 @@
+"""What other sizes of L1 would have found, against real caches of each size that serve the same requests."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from kvserver.cache import Cache, Groups, LookupOutcome
+from kvserver.cache.eviction import LeastRecentlyUsed
+from kvserver.cache.pages import PagePool
+from kvserver.events import ChunksEvicted, ChunksStored, L1Cleared, LookupEnded, NamespaceFormed, RequestEnded
+from kvserver.protocol import KEY_BYTES, ObjectGroup
+from kvserver.telemetry import WhatIfCurve, merge_what_if
+from kvserver.telemetry.what_if import SIZES
+
+PAGE, CHUNK_TOKENS = 4096, 256
+Prompt = tuple[bytes, bytes]  # namespace, keys
+FULL = (ObjectGroup("full", (0,), CHUNK_TOKENS),)
+HYBRID = (*FULL, ObjectGroup("window", (1,), CHUNK_TOKENS, tokens=600), ObjectGroup("state", (2,), CHUNK_TOKENS))
+
+
+class L1:
+    """A real cache that serves prompts one after the other: looks up, stores what is missing, ends the lease."""
+
+    def __init__(self, pages: int, groups: tuple[ObjectGroup, ...] = FULL, object_pages: tuple[int, ...] = (1,)) -> None:
+        self.cache = Cache(PagePool(pages * PAGE, PAGE), LeastRecentlyUsed())
+        self.groups = Groups(groups, 1, CHUNK_TOKENS)
+        self.object_pages = object_pages
+        self.hit_chunks = 0
+
+    def serve(self, prompt: Prompt) -> tuple[LookupOutcome, list[tuple[int, bytes]]]:
+        """What was found, and by group the keys that became READY."""
+        namespace, keys = prompt
+        outcome = self.cache.lookup(namespace, keys, ("i", "r"), 1e9)
+        self.hit_chunks += outcome.hit_chunks
+        stored = []
+        for group, pages in enumerate(self.object_pages):
+            plan = self.cache.plan_store(
+                namespace, self.groups, keys, pages * PAGE, group=group, slots=range(group, group + 1)
+            )
+            self.cache.finish_store(plan, copied=True)
+            stored.append((group, b"".join([chunk.key for chunk in plan.ready])))
+        self.cache.end_lease(("i", "r"))
+        while self.cache.step():
+            pass
+        return outcome, stored
+
+
+class World:
+    """An L1, its curve, and a real cache of each size beside it."""
+
+    def __init__(self, pages: int, groups: tuple[ObjectGroup, ...] = FULL, object_pages: tuple[int, ...] = (1,)) -> None:
+        self.l1 = L1(pages, groups, object_pages)
+        self.others = [L1(int(size * pages), groups, object_pages) for size in SIZES]
+        self.others.append(L1(1 << 22, groups, object_pages))
+        self.curve = WhatIfCurve(pages, PAGE)
+        self.looked_up = 0
+        spec = type("Spec", (), {"object_groups": groups, "chunk_tokens": CHUNK_TOKENS})
+        self.curve.handle(NamespaceFormed(0, "i", "m", b"", (spec,)))  # type: ignore[arg-type]
+
+    def serve(self, prompt: Prompt) -> None:
+        for other in self.others:
+            other.serve(prompt)
+        outcome, stored = self.l1.serve(prompt)
+        namespace, keys = prompt
+        self.looked_up += outcome.chunks
+        self.curve.handle(LookupEnded(0, "i", "m", "r", 0, keys, outcome, CHUNK_TOKENS, namespace))
+        for group, ready in stored:
+            pages = self.l1.object_pages[group]
+            self.curve.handle(
+                ChunksStored(0, "i", "m", namespace, ready, self.l1.groups.objects[group], pages)
+            )
+        self.curve.handle(RequestEnded(0, "i", "m", "r"))
+
+    @property
+    def estimated(self) -> list[float]:
+        """Hit rates by size, in points."""
+        status = self.curve.status()
+        assert status.looked_up_tokens == self.looked_up * CHUNK_TOKENS
+        return [100 * one.would_hit_tokens / status.looked_up_tokens for one in status.sizes]
+
+    @property
+    def true(self) -> list[float]:
+        return [100 * other.hit_chunks / self.looked_up for other in self.others]
+
+    @property
+    def errors(self) -> list[float]:
+        return [abs(a - b) for a, b in zip(self.estimated, self.true, strict=True)]
+
+
+def keys_of(name: int, first: int, last: int) -> bytes:
+    return b"".join([random.Random(f"{name}/{number}").randbytes(KEY_BYTES) for number in range(first, last)])
+
+
+def prompts(seed: int, documents: int, most: int, shared: int, rounds: int, models: int = 1) -> Iterator[Prompt]:
+    """Beginnings of documents, some more popular than others, behind a prompt that all of a model share."""
+    draw = random.Random(seed)
+    lengths = [draw.randint(1, most) for _ in range(documents)]
+    for _ in range(rounds):
+        document = min(int(draw.paretovariate(0.35)), documents) - 1
+        model = document % models
+        keys = keys_of(-1 - model, 0, shared) + keys_of(document, 0, draw.randint(1, lengths[document]))
+        yield bytes([model]) * 32, keys
+
+
+@pytest.mark.parametrize("shared", [0, 8])
+@pytest.mark.parametrize(("object_pages", "models"), [(1, 1), (3, 1), (1, 3)])
+def test_every_size_is_as_a_real_cache_of_it(shared: int, object_pages: int, models: int) -> None:
+    world = World(1000 * object_pages, object_pages=(object_pages,))
+    for prompt in prompts(1, 1000, 12, shared, 1500, models):
+        world.serve(prompt)
+    assert max(world.true) - min(world.true) > 10, "sizes differ"
+    assert sorted(world.errors)[int(0.9 * 6)] <= 2, (world.estimated, world.true)
+
+
+def test_size_one_is_what_l1_itself_found() -> None:
+    world = World(300)
+    for prompt in prompts(2, 300, 12, 4, 1000):
+        world.serve(prompt)
+    assert world.estimated[SIZES.index(1)] == pytest.approx(100 * world.l1.hit_chunks / world.looked_up, abs=1)
+
+
+def test_a_hit_of_a_hybrid_model_follows_the_rules_of_its_groups() -> None:
+    world = World(1500, HYBRID, (2, 1, 3))
+    for prompt in prompts(3, 300, 12, 2, 600):
+        world.serve(prompt)
+    assert max(world.true) - min(world.true) > 10
+    assert sorted(world.errors)[int(0.9 * 6)] <= 2, (world.estimated, world.true)
+
+
+def test_a_boundary_needs_the_state_at_its_end() -> None:
+    curve = WhatIfCurve(100, PAGE)
+    groups = Groups(HYBRID, 1, CHUNK_TOKENS).objects
+    spec = type("Spec", (), {"object_groups": HYBRID, "chunk_tokens": CHUNK_TOKENS})
+    curve.handle(NamespaceFormed(0, "i", "m", b"", (spec,)))  # type: ignore[arg-type]
+    keys = keys_of(1, 0, 6)
+    for group in groups[:2]:
+        curve.handle(ChunksStored(0, "i", "m", b"n", keys, group, 1))
+    curve.handle(ChunksStored(0, "i", "m", b"n", keys[3 * KEY_BYTES : 4 * KEY_BYTES], groups[2], 1))
+    lookup = LookupEnded(0, "i", "m", "r", 0, keys, LookupOutcome(6, 0), CHUNK_TOKENS, b"n")
+    curve.handle(lookup)
+    assert curve.status().sizes[-1].would_hit_tokens == 4 * CHUNK_TOKENS
+    curve.handle(ChunksEvicted(0, b"n", keys[3 * KEY_BYTES : 4 * KEY_BYTES], groups[2]))
+    curve.handle(lookup)
+    assert curve.status().sizes[-1].would_hit_tokens == 4 * CHUNK_TOKENS, "nothing more"
+
+
+def curve_of(*lookups: bytes, cleared: tuple[bytes, ...] = ()) -> WhatIfCurve:
+    """Each prompt is looked up, stored, and `cleared` before the last one."""
+    curve = WhatIfCurve(10_000, PAGE)
+    for number, keys in enumerate(lookups):
+        if number == len(lookups) - 1:
+            for prefix in cleared:
+                curve.handle(L1Cleared(0, prefix))
+        chunks = len(keys) // KEY_BYTES
+        time = number * 2_000_000_000
+        curve.handle(LookupEnded(time, "i", "m", f"r{number}", 0, keys, LookupOutcome(chunks, 0), CHUNK_TOKENS, b"n"))
+        curve.handle(ChunksStored(time, "i", "m", b"n", keys, pages=1))
+    return curve
+
+
+@pytest.mark.parametrize("cleared", [(b"",), (b"n",)])
+def test_what_was_cleared_is_no_hit(cleared: tuple[bytes, ...]) -> None:
+    keys = keys_of(1, 0, 5)
+    assert curve_of(keys, keys).status().sizes[-1].would_hit_tokens == 5 * CHUNK_TOKENS
+    assert curve_of(keys, keys, cleared=cleared).status().sizes[-1].would_hit_tokens == 0
+    assert curve_of(keys, keys, cleared=(b"other",)).status().sizes[-1].would_hit_tokens == 5 * CHUNK_TOKENS
+
+
+def test_what_one_daemon_knows_is_a_hit_of_an_unlimited_fleet() -> None:
+    prompts = [keys_of(number, 0, 20) for number in range(300)]
+    one, other = curve_of(*prompts, prompts[0]).status(), curve_of(*prompts[150:], *prompts[150:]).status()
+    assert one.sizes[-1].would_hit_tokens == 20 * CHUNK_TOKENS
+    both = merge_what_if([one, other])
+    assert both.looked_up_tokens == one.looked_up_tokens + other.looked_up_tokens
+    true = (1 + 150 + 150) * 20 * CHUNK_TOKENS
+    assert both.sizes[-1].would_hit_tokens / both.looked_up_tokens == pytest.approx(true / both.looked_up_tokens, abs=0.03)
+    assert both.sizes[0].would_hit_tokens == one.sizes[0].would_hit_tokens + other.sizes[0].would_hit_tokens
+
+
+def test_a_status_has_every_size_before_the_first_lookup() -> None:
+    sizes = WhatIfCurve(8, PAGE).status().sizes
+    assert [one.size for one in sizes] == ["0.25", "0.5", "1", "2", "4", "8", "unlimited"]
+    assert [one.size_bytes for one in sizes] == [2 * PAGE, 4 * PAGE, 8 * PAGE, 16 * PAGE, 32 * PAGE, 64 * PAGE, None]
