@@ -28,6 +28,7 @@
 #include "stress_files.h"
 #include "stress_index.h"
 #include "stress_lifetimes.h"
+#include "stress_what_if.h"
 #include "tables/block_runs.h"
 #include "testing/fake_device.h"
 #include "testing/fake_gpu.h"
@@ -374,5 +375,6 @@ int main() {
     stress_files();
     stress_index();
     stress_lifetimes();
+    stress_what_if();
     std::puts("stress: all checks passed");
 }

@@ -1,0 +1,273 @@
+"""What other sizes of L1 would have found: errors against exact LRU caches of each size, memory, and what a lookup costs.
+
+    python bench/what_if.py [--objects 1000 10000 100000 1000000 10000000] [--trace TRACE.jsonl] [--cost]
+
+Each row is one workload whose distinct objects are about `--objects`, L1 has room for a sixteenth of them. Prompts are
+*documents* (a quarter new ones, else beginnings of known ones, popularity 1/rank) or *chat* (conversations that grow). *hot*: behind 32
+chunks that all prompts share. *pages*: of an object; *2 models*: every second document has objects of 7 pages, the others of 2.
+Columns: hit rate in L1 by the reference; errors in points at the sizes 0.25 to 8 and unlimited; the 90th percentile of these
+seven (the seventh at most); share of older chunks that is sampled in the end; MiB of the table; microseconds a chunk of a prompt
+in the event thread. `--trace`: prompts of a Mooncake trace instead, with an L1 of 1/256 to 1/4 of its blocks.
+
+`--cost`: a lookup of 512 chunks in a cache, all hit, beside what the curve adds: on the loop (a longer event), in the event
+thread all, and in the event thread with the interpreter's lock. All are medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import random
+import subprocess
+import tempfile
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from common import median, table
+
+from kvserver.cache import Cache, LookupOutcome, one_group
+from kvserver.cache.eviction import LeastRecentlyUsed
+from kvserver.cache.pages import PagePool
+from kvserver.events import ChunksStored, LookupEnded, RequestEnded
+from kvserver.protocol import KEY_BYTES
+from kvserver.telemetry import WhatIfCurve
+from kvserver.telemetry.what_if import SIZES
+
+PAGE, CHUNK_TOKENS, HOT, LONGEST = 4096, 256, 32, 128
+MiB = 1 << 20
+Prompts = Iterator["array[int]"]  # numbers of objects
+
+
+class Reference:
+    """Exact caches of all sizes: bench/native/lru_sizes.cpp."""
+
+    def __init__(self, l1_pages: int, pages: array[int]) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            library = Path(folder) / "lru_sizes.so"
+            source = Path(__file__).parent / "native" / "lru_sizes.cpp"
+            subprocess.run(["c++", "-std=c++20", "-O2", "-shared", "-fPIC", source, "-o", library], check=True)
+            self._calls = ctypes.CDLL(str(library))
+        self._calls.make_caches.restype = ctypes.c_void_p
+        self._pages, sizes = pages, [int(size * l1_pages) for size in SIZES] + [1 << 60]
+        self._sizes = (ctypes.c_uint64 * len(sizes))(*sizes)
+        self._hits = (ctypes.c_uint64 * len(sizes))()
+        self._caches = ctypes.c_void_p(
+            self._calls.make_caches(self._sizes, ctypes.c_size_t(len(sizes)), _address(pages), ctypes.c_size_t(len(pages)))
+        )
+
+    def serve(self, prompt: array[int]) -> list[int]:
+        self._calls.serve(self._caches, _address(prompt), ctypes.c_size_t(len(prompt)), self._hits)
+        return list(self._hits)
+
+    def close(self) -> None:
+        self._calls.free_caches(self._caches)
+
+
+def _address(of: array[int]) -> ctypes.c_void_p:
+    return ctypes.c_void_p(of.buffer_info()[0])
+
+
+# ---- workloads ----------------------------------------------------------------------------------
+
+
+def documents(objects: int, hot: bool, draw: random.Random) -> Prompts:
+    """A quarter of the prompts are new documents, the others beginnings of known ones, of popularity 1 / rank."""
+    length = LONGEST if objects >= 10_000 else 16
+    lengths: list[int] = []
+    total = 0
+    while total < objects:
+        new = not lengths or draw.random() < 0.25
+        if new:
+            lengths.append(draw.randint(1, length))
+            total += lengths[-1]
+        which = len(lengths) - 1 if new else int(len(lengths) ** draw.random()) - 1
+        first = HOT + which * LONGEST
+        prompt = array("I", range(HOT) if hot else ())
+        prompt.extend(range(first, first + (lengths[which] if new else draw.randint(1, lengths[which]))))
+        yield prompt
+
+
+def chat(objects: int, hot: bool, draw: random.Random) -> Prompts:
+    """A tenth of the prompts begin a conversation; the others go on with one, most likely with one of the latest."""
+    going: list[tuple[int, int]] = []  # first object, length
+    conversations = total = 0
+    while total < objects:
+        if len(going) < 4 or draw.random() < 0.1:
+            going.append((HOT + conversations * LONGEST, 0))
+            conversations += 1
+        back = min(int(draw.expovariate(8 / len(going))), len(going) - 1)
+        first, length = going.pop(-1 - back)
+        longer = min(LONGEST, length + draw.randint(1, 12))
+        total += longer - length
+        prompt = array("I", range(HOT) if hot else ())
+        prompt.extend(range(first, first + longer))
+        yield prompt
+        if longer < LONGEST:
+            going.append((first, longer))
+
+
+def of_trace(path: Path) -> tuple[list[array[int]], int]:
+    numbers: dict[int, int] = {}
+    prompts = []
+    for line in path.read_text().splitlines():
+        ids = [numbers.setdefault(id, len(numbers)) for id in json.loads(line)["hash_ids"]]
+        prompts.append(array("I", ids))
+    return prompts, len(numbers)
+
+
+# ---- accuracy -----------------------------------------------------------------------------------
+
+
+def measure(prompts: Prompts, pages: array[int], l1_pages: int) -> list[str]:
+    """A row. The curve gets the events of an L1 that is the reference's."""
+    reference, curve = Reference(l1_pages, pages), WhatIfCurve(l1_pages, PAGE)
+    true, looked_up, seconds = [0] * (len(SIZES) + 1), 0, 0.0
+    seen = bytearray(len(pages))
+    for number, prompt in enumerate(prompts):
+        hits = reference.serve(prompt)
+        true = [a + b for a, b in zip(true, hits, strict=True)]
+        looked_up += len(prompt)
+        found, of_model = hits[SIZES.index(1)], pages[prompt[-1]]
+        namespace = b"%d" % of_model
+        keys = b"".join([id.to_bytes(KEY_BYTES, "little") for id in prompt])
+        stored = keys[found * KEY_BYTES :]
+        now, outcome = number * 1_000_000, LookupOutcome(len(prompt), found)
+        began = time.perf_counter()
+        curve.handle(LookupEnded(now, "i", "m", "r", 0, keys, outcome, CHUNK_TOKENS, namespace))
+        if stored:
+            curve.handle(ChunksStored(now, "i", "m", namespace, stored, pages=of_model))
+        curve.handle(RequestEnded(now, "i", "m", "r"))
+        seconds += time.perf_counter() - began
+        for id in prompt:
+            seen[id] = 1
+    reference.close()
+    curve.handle(LookupEnded(1 << 62, "i", "m", "r", 0, b"", LookupOutcome(0, 0), CHUNK_TOKENS, b"n"))
+    status = curve.status()
+    errors = [
+        100 * (one.would_hit_tokens / CHUNK_TOKENS - exact) / looked_up
+        for one, exact in zip(status.sizes, true, strict=True)
+    ]
+    return [
+        f"{sum(seen):,}",
+        f"{100 * true[SIZES.index(1)] / looked_up:.1f}%",
+        *(f"{error:+.2f}" for error in errors),
+        f"{sorted(map(abs, errors))[int(0.9 * len(errors))]:.2f}",
+        f"{status.sample_rate:.3f}",
+        f"{status.memory_bytes / MiB:.1f}",
+        f"{1e6 * seconds / looked_up:.2f}",
+    ]
+
+
+HEAD = ("objects", "in L1", *(f"{size:g}" for size in SIZES), "unlimited", "p90", "sampled", "MiB", "us/chunk")
+
+
+def synthetic(objects: int) -> list[tuple[str, ...]]:
+    rows = []
+    for name, workload, hot, models in (
+        ("documents", documents, False, (1,)),
+        ("documents, hot", documents, True, (1,)),
+        ("documents, hot, 2 models", documents, True, (2, 7)),
+        ("chat", chat, False, (3,)),
+        ("chat, hot", chat, True, (3,)),
+    ):
+        # A document and what is before it are of one model: what all share is the first one's.
+        pages = array("I", [models[0]]) * (HOT + LONGEST * (objects // (50 if objects >= 10_000 else 4) + 100))
+        prompts = workload(objects, hot, random.Random(objects))
+        if len(models) > 1:
+            for first in range(HOT + LONGEST, len(pages) - LONGEST, 2 * LONGEST):
+                pages[first : first + LONGEST] = array("I", [models[1]]) * LONGEST
+            prompts = (prompt if pages[prompt[-1]] == models[0] else prompt[HOT:] for prompt in prompts)
+        average = sum(models) / len(models)
+        rows.append((name, *measure(prompts, pages, int(objects * average) // 16)))
+    return rows
+
+
+# ---- cost ---------------------------------------------------------------------------------------
+
+
+class NoTable:
+    """A table that does nothing: what is left has the interpreter's lock."""
+
+    sample_rate, memory_bytes = 1.0, 0
+
+    def lookup(self, *_: object) -> list[tuple[int, float]]:
+        return [(512, 512.0)] * (len(SIZES) + 1)
+
+    def use_again(self, *_: object) -> None:
+        pass
+
+    def distinct(self) -> bytes:
+        return bytes(4096)
+
+    def __len__(self) -> int:
+        return 0
+
+
+def micros(call: Callable[[], object], times: int = 2000) -> float:
+    found = []
+    for _ in range(times):
+        began = time.perf_counter_ns()
+        call()
+        found.append((time.perf_counter_ns() - began) / 1e3)
+    return median(found)
+
+
+def cost() -> None:
+    chunks, others = 512, 200
+    cache = Cache(PagePool(chunks * (others + 1) * PAGE, PAGE), LeastRecentlyUsed())
+    draw, curve = random.Random(1), WhatIfCurve(chunks * (others + 1), PAGE)
+    for number in range(others + 1):
+        keys = draw.randbytes(chunks * KEY_BYTES)
+        cache.finish_store(cache.plan_store(b"n", one_group(1), keys, PAGE), copied=True)
+        curve.handle(ChunksStored(number, "i", "m", b"n", keys, pages=1))
+    outcome, owner = LookupOutcome(chunks, chunks), ("i", "r")
+    fields = (0, "i", "m", "r", 0, keys, outcome, CHUNK_TOKENS, b"n", 0, "")
+    event, ended = LookupEnded(*fields, b"", 16), RequestEnded(0, "i", "m", "r")
+
+    def lookup() -> None:
+        cache.lookup(b"n", keys, owner, 1e9)
+        cache.end_lease(owner)
+
+    def handle() -> None:
+        curve.handle(event)
+        curve.handle(ended)
+
+    whole = micros(lookup)
+    longer = micros(lambda: [LookupEnded(*fields, b"", 16) for _ in range(1000)], 50) / 1000
+    shorter = micros(lambda: [LookupEnded(*fields) for _ in range(1000)], 50) / 1000
+    all_of_it = micros(handle)
+    curve._table = NoTable()  # type: ignore[assignment]
+    locked = micros(handle)
+    print(f"a lookup of {chunks} chunks, all hit, and its lease's end: {whole:.1f} us")
+    for name, part in (
+        ("on the loop", longer - shorter), ("event thread with the lock", locked), ("event thread", all_of_it)
+    ):  # fmt: skip
+        print(f"{name}: {part:.2f} us, {100 * part / whole:.2f}% of it")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--objects", type=int, nargs="*", default=[1000, 10_000, 100_000, 1_000_000, 10_000_000])
+    parser.add_argument("--trace", type=Path)
+    parser.add_argument("--cost", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.cost:
+        cost()
+        return
+    rows = []
+    if arguments.trace:
+        prompts, blocks = of_trace(arguments.trace)
+        pages = array("I", [1]) * blocks
+        rows = [(f"trace, L1 1/{part}", *measure(iter(prompts), pages, blocks // part)) for part in (256, 64, 16, 4)]
+    else:
+        for objects in arguments.objects:
+            rows += synthetic(objects)
+            print("\n".join(" | ".join(row) for row in rows[-5:]), flush=True)
+    print(table(("workload", *HEAD), rows))
+
+
+if __name__ == "__main__":
+    main()

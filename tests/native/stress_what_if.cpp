@@ -1,0 +1,84 @@
+// stress_what_if.cpp: the chunks that other sizes would have, under sanitizers. `make sanitize` builds and runs it.
+//
+// Against a plain list in the order of last use, while all chunks are listed; then far more chunks
+// than are listed. Checked: hits of each size, that sizes are ordered, and the bounds of memory.
+#include "stress_what_if.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <list>
+#include <random>
+#include <string>
+
+#include "check.h"
+#include "tables/what_if.h"
+
+using namespace kvserver;
+
+namespace {
+
+constexpr size_t kMostBytes = size_t{16} << 20;
+constexpr std::array<uint64_t, WhatIf::kUnlimited> kSizes{25, 50, 100, 200, 400, 800};
+
+std::string keys(uint64_t first, uint64_t count) {
+    std::string raw(count * WhatIf::kKeyBytes, '\0');
+    for (uint64_t i = 0; i < count; ++i) {
+        const uint64_t number = first + i;
+        std::copy_n(reinterpret_cast<const char*>(&number), sizeof(number),
+                    raw.data() + i * WhatIf::kKeyBytes);
+    }
+    return raw;
+}
+
+// Single chunks of 1 to 3 pages: the size of a chunk is that of its number.
+void follow_a_list() {
+    std::mt19937 random(1);
+    WhatIf table(7, kSizes);
+    std::list<uint64_t> used;  // the youngest first
+    const auto pages_of = [](uint64_t key) { return static_cast<uint32_t>(1 + key % 3); };
+    for (int round = 0; round < 20'000; ++round) {
+        const uint64_t key = random() % 600;
+        uint64_t distance = 0;
+        const auto at = std::find_if(used.begin(), used.end(), [&](uint64_t other) {
+            distance += pages_of(other);
+            return other == key;
+        });
+        const auto hits = table.lookup(1, keys(key, 1), {}, 0, 0);
+        for (size_t size = 0; size <= WhatIf::kUnlimited; ++size) {
+            const bool fits = size == WhatIf::kUnlimited || distance <= kSizes[size];
+            CHECK(hits[size].boundary == (at != used.end() && fits ? 1 : 0));
+        }
+        if (at != used.end()) used.erase(at);
+        used.push_front(key);
+        table.add(1, keys(key, 1), 1, pages_of(key));
+        CHECK(table.size() == used.size());
+    }
+}
+
+void list_too_many() {
+    std::mt19937 random(2);
+    WhatIf table(8, kSizes);
+    const HitRules hybrid{1, 256, true, {{2, 3, 0}, {4, 0, 1024}}};
+    for (uint64_t first = 0; first < 2'000'000; first += 500) {
+        table.add(first % 3, keys(first, 500), static_cast<uint16_t>(1 << random() % 3), 3);
+        const std::string again = keys(random() % (first + 1), random() % 100);
+        const auto hits = table.lookup(random() % 3, again, hybrid, random() % 200, random() % 4);
+        for (size_t size = 1; size <= WhatIf::kUnlimited; ++size) {
+            CHECK(hits[size].boundary >= hits[size - 1].boundary);
+            CHECK(hits[size].boundary <= again.size() / WhatIf::kKeyBytes);
+        }
+        table.remove(random() % 3, again, 2, 100);
+        table.use_again(random() % 3, again);
+        CHECK(table.memory_bytes() < kMostBytes);
+    }
+    CHECK(table.sample_rate() < 1 && table.size() > 100'000);
+    table.clear();
+    CHECK(table.size() == 0 && table.sample_rate() == 1);
+}
+
+}  // namespace
+
+void stress_what_if() {
+    follow_a_list();
+    list_too_many();
+}
