@@ -38,10 +38,10 @@ WhatIf::WhatIf(uint64_t secret, const std::array<uint64_t, kUnlimited>& sizes)
 }
 
 void WhatIf::clear() {
-    size_ = total_ = now_ = exact_from_ = 0;
+    size_ = now_ = exact_from_ = 0;
     threshold_ = kAll;
     std::vector<Slot>(kFirstSlots).swap(slots_);
-    std::vector<uint64_t>(kFirstSlots * 3 / 2).swap(tree_);
+    times_.resize(kFirstSlots / 2 * 3);
 }
 
 double WhatIf::sample_rate() const {
@@ -49,21 +49,31 @@ double WhatIf::sample_rate() const {
 }
 
 size_t WhatIf::memory_bytes() const {
-    return slots_.size() * sizeof(Slot) + tree_.size() * sizeof(uint64_t) +
-           looked_.capacity() * sizeof(Looked) + sizeof(*this);
+    return slots_.size() * sizeof(Slot) + times_.memory_bytes() +
+           looked_.capacity() * sizeof(Looked) + hashes_.capacity() * sizeof(uint64_t) +
+           sizeof(*this);
 }
 
 // ---- keys -----------------------------------------------------------------------------------
 
-uint64_t WhatIf::hash_of(uint64_t salt, const char* key) const {
-    return fold_key(fold(salt ^ secret_, kGolden), key) >> (64 - kHashBits);
+const std::vector<uint64_t>& WhatIf::hashes(uint64_t salt, std::string_view keys) {
+    const size_t count = count_of(keys), mask = slots_.size() - 1;
+    const uint64_t seed = fold(salt ^ secret_, kGolden);
+    hashes_.resize(count);
+    for (size_t i = 0; i < count; ++i) {
+        hashes_[i] = fold_key(seed, keys.data() + i * kKeyBytes) >> (64 - kHashBits);
+        __builtin_prefetch(&slots_[hashes_[i] & mask], 1);
+    }
+    return hashes_;
 }
 
-void WhatIf::count_distinct(uint64_t salt, const char* key) {
-    const uint64_t hash = fold_key(salt, key);
-    const uint64_t rest = hash << kRegisterBits | (uint64_t{1} << (kRegisterBits - 1));
-    char& most = registers_[hash >> (64 - kRegisterBits)];
-    most = std::max(most, static_cast<char>(std::countl_zero(rest) + 1));
+void WhatIf::count_distinct(uint64_t salt, std::string_view keys) {
+    for (size_t at = 0; at < keys.size(); at += kKeyBytes) {
+        const uint64_t hash = fold_key(salt, keys.data() + at);
+        const uint64_t rest = hash << kRegisterBits | (uint64_t{1} << (kRegisterBits - 1));
+        char& most = registers_[hash >> (64 - kRegisterBits)];
+        most = std::max(most, static_cast<char>(std::countl_zero(rest) + 1));
+    }
 }
 
 // The low bits are the place, the high ones decide what is sampled.
@@ -74,43 +84,21 @@ size_t WhatIf::find(uint64_t hash) const {
     return at;
 }
 
-// ---- pages by time of last use --------------------------------------------------------------
-
-void WhatIf::add_pages(uint32_t used, uint64_t pages) {
-    total_ += pages;
-    for (size_t at = used + 1; at <= tree_.size(); at += at & -at) tree_[at - 1] += pages;
-}
-
-// Of the chunks last used at `used` or before.
-uint64_t WhatIf::pages_until(uint32_t used) const {
-    uint64_t pages = 0;
-    for (size_t at = used + 1; at > 0; at -= at & -at) pages += tree_[at - 1];
-    return pages;
-}
-
-double WhatIf::distance(const Slot& slot) const {
-    const auto younger = static_cast<double>(total_ - pages_until(slot.used));
-    if (slot.used >= exact_from_) return younger + slot.pages;
-    const auto exact =
-        static_cast<double>(total_ - (exact_from_ == 0 ? 0 : pages_until(exact_from_ - 1)));
-    return exact + (younger - exact) / sample_rate() + slot.pages;
-}
-
 // ---- lookups --------------------------------------------------------------------------------
 
 WhatIf::Hits WhatIf::lookup(uint64_t salt, std::string_view keys, const HitRules& rules,
                             size_t found, uint32_t pages) {
-    const size_t count = count_of(keys);
-    for (size_t i = 0; rules.distinct && i < count; ++i) {
-        count_distinct(salt, keys.data() + i * kKeyBytes);
-    }
-    look(salt, keys, rules, found);
+    hashes(salt, keys);
+    if (rules.distinct) count_distinct(salt, keys);
+    look(rules, found);
     Hits hits;
+    size_t full = rules.full == 0 ? looked_.size() : 0;  // what a size has, a larger one has
     for (size_t size = 0; size <= kUnlimited; ++size) {
         const double most = size < kUnlimited ? static_cast<double>(sizes_[size]) : kEverything;
+        while (full < looked_.size() && has(looked_[full], most, rules.full)) ++full;
         Hit& hit = hits[size];
-        hit.boundary = boundary(most, rules);
-        for (size_t i = 0; i < hit.boundary; ++i) hit.chunks += looked_[i].weight;
+        hit.boundary = boundary(most, rules, full);
+        hit.chunks = hit.boundary == 0 ? 0 : looked_[hit.boundary - 1].counted;
         if (rules.full == 0) hit.chunks = static_cast<double>(hit.boundary);
     }
     for (size_t i = looked_.size(); i-- > 0;) {  // the first chunk last
@@ -120,16 +108,22 @@ WhatIf::Hits WhatIf::lookup(uint64_t salt, std::string_view keys, const HitRules
     return hits;
 }
 
-void WhatIf::look(uint64_t salt, std::string_view keys, const HitRules& rules, size_t found) {
-    const size_t count = keys.size() / kKeyBytes;
+void WhatIf::look(const HitRules& rules, size_t found) {
     looked_.clear();
-    for (size_t i = 0; i < count; ++i) {
-        const uint64_t hash = hash_of(salt, keys.data() + i * kKeyBytes);
+    const Slot* before = nullptr;  // the last one listed
+    const uint64_t exact = exact_from_ == 0 ? times_.total() : times_.after(exact_from_ - 1);
+    uint64_t younger = 0;
+    double counted = 0;
+    for (size_t i = 0; i < hashes_.size(); ++i) {
+        const uint64_t hash = hashes_[i];
         const Slot& slot = slots_[find(hash)];
-        Looked chunk{hash, 0, 0, kAnyGroup};
+        Looked chunk{hash, 0, counted, kAnyGroup};
         if (slot.pages != 0) {
-            chunk.distance = distance(slot);
-            chunk.weight = slot.used >= exact_from_ ? 1 : 1 / sample_rate();
+            const bool follows = before != nullptr && before->used == slot.used + 1;
+            younger = follows ? younger + before->pages : times_.after(slot.used);
+            before = &slot;
+            chunk.distance = distance(slot, younger, exact);
+            chunk.counted = counted += slot.used >= exact_from_ ? 1 : 1 / sample_rate();
             chunk.groups = static_cast<uint16_t>(slot.groups);
         } else if (i >= found && hash < threshold_) {
             if (rules.full != 0) return;
@@ -139,17 +133,20 @@ void WhatIf::look(uint64_t salt, std::string_view keys, const HitRules& rules, s
     }
 }
 
-size_t WhatIf::boundary(double size, const HitRules& rules) const {
-    const std::vector<Looked>& chunks = looked_;
-    size_t hit = 0;
-    const auto has = [&](const Looked& chunk, uint16_t bits) {
-        return chunk.distance <= size && (chunk.groups & bits) == bits;
-    };
-    if (rules.full == 0) {
-        hit = chunks.size();
-    } else {
-        while (hit < chunks.size() && has(chunks[hit], rules.full)) ++hit;
-    }
+// `younger`: the listed pages used after it; `exact`: those of the chunks that are listed whatever
+// their hashes.
+double WhatIf::distance(const Slot& slot, uint64_t younger, uint64_t exact) const {
+    if (slot.used >= exact_from_) return static_cast<double>(younger + slot.pages);
+    return static_cast<double>(exact) + static_cast<double>(younger - exact) / sample_rate() +
+           slot.pages;
+}
+
+bool WhatIf::has(const Looked& chunk, double size, uint16_t bits) {
+    return chunk.distance <= size && (chunk.groups & bits) == bits;
+}
+
+size_t WhatIf::boundary(double size, const HitRules& rules, size_t full) const {
+    size_t hit = full;
     for (bool again = true; again;) {  // each boundary above a missing chunk needs it, too
         again = false;
         for (const GroupNeed& need : rules.others) {
@@ -159,7 +156,7 @@ size_t WhatIf::boundary(double size, const HitRules& rules) const {
                         rules.chunk_tokens;
             }
             for (size_t i = hit; i-- > first;) {
-                if (has(chunks[i], need.bit)) continue;
+                if (has(looked_[i], size, need.bit)) continue;
                 hit = i;
                 again = true;
                 break;
@@ -172,31 +169,29 @@ size_t WhatIf::boundary(double size, const HitRules& rules) const {
 // ---- uses -----------------------------------------------------------------------------------
 
 void WhatIf::add(uint64_t salt, std::string_view keys, uint16_t bit, uint32_t pages) {
-    for (size_t i = count_of(keys); i-- > 0;) {
-        use(hash_of(salt, keys.data() + i * kKeyBytes), bit, std::max<uint32_t>(1, pages));
-    }
+    hashes(salt, keys);
+    for (size_t i = hashes_.size(); i-- > 0;) use(hashes_[i], bit, std::max<uint32_t>(1, pages));
 }
 
 void WhatIf::use_again(uint64_t salt, std::string_view keys) {
-    for (size_t i = count_of(keys); i-- > 0;) use(hash_of(salt, keys.data() + i * kKeyBytes), 0, 0);
+    hashes(salt, keys);
+    for (size_t i = hashes_.size(); i-- > 0;) use(hashes_[i], 0, 0);
 }
 
 void WhatIf::remove(uint64_t salt, std::string_view keys, uint16_t bit, uint32_t pages) {
-    const size_t count = count_of(keys);
-    for (size_t i = 0; i < count; ++i) {
-        Slot& slot = slots_[find(hash_of(salt, keys.data() + i * kKeyBytes))];
+    for (const uint64_t hash : hashes(salt, keys)) {
+        Slot& slot = slots_[find(hash)];
         if (slot.pages == 0 || (slot.groups & bit) == 0) continue;
-        const uint32_t fewer = std::min(pages, slot.pages - 1);
         slot.groups = slot.groups & ~uint64_t{bit};
-        slot.pages -= fewer;
-        add_pages(slot.used, -uint64_t{fewer});
+        slot.pages -= std::min(pages, slot.pages - 1);
+        times_.set(slot.used, slot.pages);
     }
 }
 
 // A chunk becomes the youngest. `bits` that it lacks make it larger by `pages`; without bits only a
 // listed chunk is used.
 void WhatIf::use(uint64_t hash, uint16_t bits, uint32_t pages) {
-    if (now_ == tree_.size()) renumber();
+    if (now_ == times_.times()) renumber();
     size_t at = find(hash);
     if (slots_[at].pages == 0) {
         if (bits == 0) return;
@@ -207,7 +202,7 @@ void WhatIf::use(uint64_t hash, uint16_t bits, uint32_t pages) {
         ++size_;
         slots_[at] = {hash, 0, 0, 0};
     } else {
-        add_pages(slots_[at].used, -uint64_t{slots_[at].pages});
+        times_.set(slots_[at].used, 0);
     }
     Slot& slot = slots_[at];
     if ((slot.groups & bits) != bits && pages != 0) {
@@ -215,7 +210,7 @@ void WhatIf::use(uint64_t hash, uint16_t bits, uint32_t pages) {
         slot.pages += pages;
     }
     slot.used = now_++;
-    add_pages(slot.used, slot.pages);
+    times_.set(slot.used, slot.pages);
 }
 
 void WhatIf::make_room() {
@@ -227,7 +222,7 @@ void WhatIf::make_room() {
 }
 
 void WhatIf::grow() {
-    std::vector<uint64_t>().swap(tree_);
+    times_.release();
     std::vector<Slot> old(slots_.size() * 2);
     old.swap(slots_);
     for (const Slot& slot : old) {
@@ -239,7 +234,7 @@ void WhatIf::grow() {
 
 // The times keep their order and become 0, 1, 2 ...
 void WhatIf::renumber() {
-    std::vector<uint64_t>().swap(tree_);
+    times_.release();
     std::vector<uint64_t> taken(now_ / 64 + 1), before(now_ / 64 + 2);
     for (const Slot& slot : slots_) {
         if (slot.pages != 0) taken[slot.used / 64] |= uint64_t{1} << (slot.used % 64);
@@ -249,26 +244,20 @@ void WhatIf::renumber() {
         const uint64_t below = taken[used / 64] & ((uint64_t{1} << (used % 64)) - 1);
         return static_cast<uint32_t>(before[used / 64] + std::popcount(below));
     };
-    tree_.resize(slots_.size() / 2 * 3);
-    total_ = 0;
+    times_.resize(slots_.size() / 2 * 3);
     for (Slot& slot : slots_) {
         if (slot.pages == 0) continue;
         slot.used = rank(slot.used);
-        tree_[slot.used] = slot.pages;
-        total_ += slot.pages;
+        times_.set(slot.used, slot.pages);
     }
     exact_from_ = rank(exact_from_);
     now_ = static_cast<uint32_t>(before.back());
-    for (size_t at = 1; at <= tree_.size(); ++at) {
-        const size_t parent = at + (at & -at);
-        if (parent <= tree_.size()) tree_[parent - 1] += tree_[at - 1];
-    }
 }
 
 // Keep the youngest, and of the others those below a threshold that leaves space for others.
 void WhatIf::thin_out() {
     renumber();
-    std::vector<uint64_t>().swap(tree_);
+    times_.release();
     exact_from_ = now_ > kExact ? now_ - kExact : 0;
     std::vector<uint64_t> older;
     older.reserve(now_ - kExact);

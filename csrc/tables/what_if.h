@@ -1,18 +1,20 @@
 // what_if.h: the chunks that caches of several sizes would have, all at once, as LRU orders them.
 //
 // A cache of S pages has a chunk if the chunks used after it, and it itself, need at most S pages
-// (Mattson et al., 1970). So one list of chunks in the order of last use answers for every size. A
-// Fenwick tree over times of use has the pages of the chunks last used then.
+// (Mattson et al., 1970). So one list of chunks in the order of last use answers for every size:
+// `times_` has the pages of the chunk last used at each time. The chunks of a prompt were mostly
+// used one after the other, so the distance of one follows from that of the one before it.
 //
 // All chunks are listed while they are at most 393,216. Of more, the 131,072 used last are listed,
 // and of the older ones those whose hash is below a threshold, which falls so that they are at most
-// 196,608 after each thinning out: each represents 1 / sample_rate() of its kind. A chunk that is used again
-// is listed whatever its hash. Hot prompts are therefore exact; to sample them errs by tens of percent.
+// 196,608 after each thinning out: each represents 1 / sample_rate() of its kind. A chunk that is
+// used again is listed whatever its hash. Hot prompts are therefore exact; to sample them errs by
+// tens of percent.
 //
 // Keys are chosen by clients: places and what is sampled depend on a secret. `distinct()` does not,
 // so that the sketches of several daemons can be merged.
 //
-// One thread uses it. Memory: at most 14.5 MiB, in proportion to the chunks listed before that.
+// One thread uses it. Memory: at most 12 MiB, in proportion to the chunks listed before that.
 #pragma once
 
 #include <array>
@@ -22,10 +24,13 @@
 #include <string_view>
 #include <vector>
 
+#include "tables/time_sums.h"
+
 namespace kvserver {
 
 // What a hit at a boundary needs of a group that is not full attention: the chunks
-// [max(0, boundary - chunks), boundary); if `local_tokens` is set, those from the last multiple of it on.
+// [max(0, boundary - chunks), boundary); if `local_tokens` is set, those from the last multiple of
+// it on.
 struct GroupNeed {
     uint16_t bit;
     uint32_t chunks;
@@ -56,9 +61,9 @@ class WhatIf {
     WhatIf(uint64_t secret, const std::array<uint64_t, kUnlimited>& sizes);
 
     // What each size would have found, then use what was found: the first chunk is the
-    // youngest. `salt` is the namespace's. The daemon has found the first `found` chunks: one that is
-    // not listed is added, with `pages` and the groups of the rules.
-    // Throws std::invalid_argument unless `keys` is whole keys.
+    // youngest. `salt` is the namespace's. The daemon has found the first `found` chunks: one that
+    // is not listed is added, with `pages` and the groups of the rules. Throws
+    // std::invalid_argument unless `keys` is whole keys.
     Hits lookup(uint64_t salt, std::string_view keys, const HitRules& rules, size_t found,
                 uint32_t pages);
 
@@ -97,18 +102,19 @@ class WhatIf {
     struct Looked {
         uint64_t hash;
         double distance;  // pages that a cache needs to have it
-        double weight;    // chunks that it represents; 0: it is not listed, and would not need to be
+        double counted;   // chunks that those up to it represent; it adds 0 if it is not listed
         uint16_t groups;
     };
 
-    uint64_t hash_of(uint64_t salt, const char* key) const;
-    void count_distinct(uint64_t salt, const char* key);
-    size_t find(uint64_t hash) const;  // its slot, or the empty one where it would be
-    void look(uint64_t salt, std::string_view keys, const HitRules& rules, size_t found);
-    size_t boundary(double size, const HitRules& rules) const;  // of the chunks looked up
-    double distance(const Slot& slot) const;
-    uint64_t pages_until(uint32_t used) const;
-    void add_pages(uint32_t used, uint64_t pages);  // modulo 2^64: also fewer
+    // Their slots are prefetched.
+    const std::vector<uint64_t>& hashes(uint64_t salt, std::string_view keys);
+    void count_distinct(uint64_t salt, std::string_view keys);
+    size_t find(uint64_t hash) const;                // its slot, or the empty one where it would be
+    void look(const HitRules& rules, size_t found);  // for those of hashes_
+    // Of the chunks looked up, where the first `full` ones have all that full groups need.
+    size_t boundary(double size, const HitRules& rules, size_t full) const;
+    static bool has(const Looked& chunk, double size, uint16_t bits);
+    double distance(const Slot& slot, uint64_t younger, uint64_t exact) const;
     void use(uint64_t hash, uint16_t bits, uint32_t pages);
     void make_room();
     void grow();
@@ -121,11 +127,11 @@ class WhatIf {
     uint64_t threshold_ = kAll;
     uint32_t exact_from_ = 0;  // chunks used since then are listed whatever their hashes
     uint32_t now_ = 0;
-    uint64_t total_ = 0;  // pages of all chunks listed
     size_t size_ = 0;
     std::vector<Slot> slots_;
-    std::vector<uint64_t> tree_;  // a time is a place; 3 for 2 slots
-    std::vector<Looked> looked_;  // those of a lookup that any size may have
+    TimeSums times_;                // 3 for 2 slots
+    std::vector<uint64_t> hashes_;  // of the last call
+    std::vector<Looked> looked_;    // those of a lookup that any size may have
     std::array<char, 1 << kRegisterBits> registers_{};
 };
 

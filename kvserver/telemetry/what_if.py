@@ -57,6 +57,7 @@ class WhatIfCurve(Subscriber):
         self._open: OrderedDict[tuple[str, str], tuple[int, bytes]] = OrderedDict()  # salt and keys of requests
         self._open_bytes = 0
         self._clears: dict[bytes, int] = {}  # of the namespaces that begin so
+        self._salts: dict[tuple[bytes, bool], int] = {}  # made already, since the last clear
         self._hit_tokens = [0.0] * (len(SIZES) + 1)
         self._looked_up_tokens = self._looked_up_chunks = 0
         self._shown = WhatIfStatus()
@@ -160,15 +161,22 @@ class WhatIfCurve(Subscriber):
 
     def _salt(self, namespace: bytes, tails: bool) -> int:
         """The same in all daemons that have been cleared as often: their sketches can be merged."""
-        clears = sum(count for prefix, count in self._clears.items() if namespace.startswith(prefix))
-        text = b"%b/%d/%d" % (namespace, tails, clears)
-        return int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
+        salt = self._salts.get((namespace, tails))
+        if salt is None:
+            clears = sum(count for prefix, count in self._clears.items() if namespace.startswith(prefix))
+            text = b"%b/%d/%d" % (namespace, tails, clears)
+            salt = int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
+            if len(self._salts) >= _MOST_NAMESPACES:
+                self._salts.clear()
+            self._salts[namespace, tails] = salt
+        return salt
 
     def _cleared(self, prefix: bytes) -> None:
         if len(self._clears) >= _MOST_CLEARS:
             self._clears = {b"": sum(self._clears.values())}
             prefix = b""
         self._clears[prefix] = self._clears.get(prefix, 0) + 1
+        self._salts.clear()
         if not prefix:
             self._table.clear()
 
