@@ -104,13 +104,23 @@ class Observability:
             settings.kv_events_endpoint or settings.kv_events_file or self.observers.foreign
         )
         # Each event reaches `explain` before the traces, whose spans show what it knows.
-        subscribers: list[Subscriber] = [self.block_lifecycle, self.chunk_lifecycle, self.what_if, self.hub, self.explain]
+        subscribers: list[Subscriber] = [
+            self.block_lifecycle,
+            self.chunk_lifecycle,
+            self.what_if,
+            self.hub,
+            self.explain,
+        ]
         if self.traces is not None:
             subscribers.append(self.traces)
         self.recorder: Recorder | None = make_recorder(settings, lambda: self.bus.dropped[NAMES[LookupEnded]])
         if self.recorder is not None:
             subscribers.append(self.recorder)
-        self.bus = Bus(subscribers, idle=self.observers.tick)
+        self.bus = Bus(subscribers, idle=self._tick)
+
+    def _tick(self) -> None:
+        self.what_if.tick()
+        self.observers.tick()
 
     def families(self, status: DaemonStatus, rpc: RpcCounts) -> list[Family]:
         """All metric families of the daemon. From any thread."""
@@ -160,7 +170,9 @@ class Parts:
         self.lifelines = lifelines
         self._placement = placement
         self._clock = clock
-        self.observability = observability = Observability(settings, self.boot_id, cache.pool.pages, cache.pool.page_bytes)
+        self.observability = observability = Observability(
+            settings, self.boot_id, cache.pool.pages, cache.pool.page_bytes
+        )
         self.bus = bus = observability.bus
         self.instances = instances = Instances()
         self.tickets: Tickets[Ticket] = Tickets(devices)

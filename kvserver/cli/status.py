@@ -81,7 +81,7 @@ def table(status: DaemonStatus) -> str:
         f"up {duration(status.uptime_seconds)}  boot {status.boot_id}",
         f"L1     {bar(l1.used_bytes, l1.size_bytes)} {size(l1.used_bytes)} of {size(l1.size_bytes)}, "
         f"{l1.chunks} chunks, {l1.evictions} evicted ({l1.policy})",
-        *_what_if(status.what_if),
+        *_what_if(status.what_if, l1.policy),
         *map(_tier, status.l2),
         _prompts(totals.prompt_tokens),
         f"moved  {size(totals.stored_bytes)} stored, {size(totals.loaded_bytes)} loaded, "
@@ -126,7 +126,7 @@ def table(status: DaemonStatus) -> str:
     return "\n".join(lines)
 
 
-def _what_if(curve: WhatIfStatus) -> list[str]:
+def _what_if(curve: WhatIfStatus, policy: str) -> list[str]:
     """The share of tokens that lookups would have found in an L1 of each size."""
     if not curve.looked_up_tokens:
         return []
@@ -134,7 +134,8 @@ def _what_if(curve: WhatIfStatus) -> list[str]:
         f"{one.size if one.size_bytes is None else one.size + 'x'} {rate(one.would_hit_tokens, curve.looked_up_tokens)}"
         for one in curve.sizes
     ]
-    return [f"if L1 were  {', '.join(shares)} of tokens looked up would be hits"]
+    other = "" if policy == curve.policy else f"; L1 evicts by {policy}"
+    return [f"if L1 were  {', '.join(shares)} of tokens looked up would be hits (estimated, by {curve.policy}{other})"]
 
 
 def _tier(tier: TierStatus) -> str:

@@ -330,8 +330,9 @@ class WhatIfSize(Struct, frozen=True, kw_only=True):
 
 
 class WhatIfStatus(Struct, frozen=True, kw_only=True):
-    """Tokens of lookups that an L1 of other sizes would have found."""
+    """Tokens of lookups that an L1 of other sizes, which evicts by `policy`, would have found."""
 
+    policy: str = "lru"
     looked_up_tokens: int = 0
     sizes: list[WhatIfSize] = []
     # At most a second old:

@@ -3,9 +3,10 @@
 Owns: what is known of namespaces and of instances' groups, and the counts by size. Refuses to know: the order of chunks
 (`csrc/tables/what_if.h`), what L1 has. Runs in the bus's thread; `status()` may be called from any.
 
-Exact, but for these: L1 does not evict chunks that requests lease; single blocks of tails are as old as their store, in L1
-as the chunk before them; a store's chunks that were resident already are not used again; what
-was dropped as a bus's event is not known. Of hybrid models a chunk's objects age together, as in L1; where older chunks are
+**It models LRU**, whatever L1's policy. Exact, but for these: L1 does not evict chunks that requests lease; single blocks of tails are as old as their store, in L1
+as the chunk before them, and count where a size's hit ends at L1's own; chunks of a namespace that was cleared still count as used after older
+ones until they are older themselves; a store's chunks that were resident already are not used again; what
+was dropped as a bus's event is not known (`kvserver_events_dropped_total`). Of hybrid models a chunk's objects age together, as in L1; where older chunks are
 sampled, those that are not in the sample count as having the objects of windows and states.
 """
 
@@ -39,7 +40,6 @@ _MOST_CLEARS = 1024
 _MOST_OPEN = 1024  # requests whose keys are kept until they end
 _MOST_OPEN_BYTES = 1 << 19
 _MOST_CHUNKS = 1 << 32
-_SKETCH_NANOS = 1_000_000_000
 _ONE_GROUP = HitRules(1, 1, [])
 _TAIL = HitRules(1, 1, [], distinct=False)
 
@@ -61,7 +61,6 @@ class WhatIfCurve(Subscriber):
         self._hit_tokens = [0.0] * (len(SIZES) + 1)
         self._looked_up_tokens = self._looked_up_chunks = 0
         self._shown = WhatIfStatus()
-        self._shown_ns = -_SKETCH_NANOS
 
     def handle(self, event: Event) -> None:
         match event:
@@ -82,6 +81,16 @@ class WhatIfCurve(Subscriber):
                 self._rules[event.instance_id] = rules_of(spec.object_groups, spec.chunk_tokens)
             case InstanceDisconnected():
                 self._rules.pop(event.instance_id, None)
+
+    def tick(self) -> None:
+        """Once a second, in the bus's thread: what status() reads of the table. No other thread touches the table."""
+        self._shown = WhatIfStatus(
+            looked_up_chunks=self._looked_up_chunks,
+            listed_chunks=len(self._table),
+            sample_rate=self._table.sample_rate,
+            memory_bytes=self._table.memory_bytes,
+            sketch=base64.b64encode(self._table.distinct()).decode(),
+        )
 
     def status(self) -> WhatIfStatus:
         sizes = [
@@ -120,9 +129,6 @@ class WhatIfCurve(Subscriber):
         self._hit_tokens = [before + more for before, more in zip(self._hit_tokens, tokens, strict=True)]
         self._looked_up_tokens += event.tokens
         self._looked_up_chunks += outcome.chunks
-        if event.time_ns - self._shown_ns >= _SKETCH_NANOS:
-            self._shown_ns = event.time_ns
-            self._show()
 
     def _opened(self, event: LookupEnded, salt: int) -> None:
         """Keep the keys until the request ends, unless there are too many."""
@@ -144,8 +150,7 @@ class WhatIfCurve(Subscriber):
         pages = sum(pages for number, pages in objects.items() if number < 0)
         salt = self._salt(event.namespace, True)
         return [
-            blocks
-            for _, blocks in self._table.lookup(salt, event.tail_keys, _TAIL, event.outcome.tail_blocks, pages)
+            blocks for _, blocks in self._table.lookup(salt, event.tail_keys, _TAIL, event.outcome.tail_blocks, pages)
         ]
 
     def _stored(self, event: ChunksStored) -> None:
@@ -179,15 +184,6 @@ class WhatIfCurve(Subscriber):
         self._salts.clear()
         if not prefix:
             self._table.clear()
-
-    def _show(self) -> None:
-        self._shown = WhatIfStatus(
-            looked_up_chunks=self._looked_up_chunks,
-            listed_chunks=len(self._table),
-            sample_rate=self._table.sample_rate,
-            memory_bytes=self._table.memory_bytes,
-            sketch=base64.b64encode(self._table.distinct()).decode(),
-        )
 
 
 def rules_of(groups: Sequence[ObjectGroup], chunk_tokens: int) -> HitRules:

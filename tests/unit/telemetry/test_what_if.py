@@ -24,7 +24,9 @@ HYBRID = (*FULL, ObjectGroup("window", (1,), CHUNK_TOKENS, tokens=600), ObjectGr
 class L1:
     """A real cache that serves prompts one after the other: looks up, stores what is missing, ends the lease."""
 
-    def __init__(self, pages: int, groups: tuple[ObjectGroup, ...] = FULL, object_pages: tuple[int, ...] = (1,)) -> None:
+    def __init__(
+        self, pages: int, groups: tuple[ObjectGroup, ...] = FULL, object_pages: tuple[int, ...] = (1,)
+    ) -> None:
         self.cache = Cache(PagePool(pages * PAGE, PAGE), LeastRecentlyUsed())
         self.groups = Groups(groups, 1, CHUNK_TOKENS)
         self.object_pages = object_pages
@@ -51,7 +53,9 @@ class L1:
 class World:
     """An L1, its curve, and a real cache of each size beside it."""
 
-    def __init__(self, pages: int, groups: tuple[ObjectGroup, ...] = FULL, object_pages: tuple[int, ...] = (1,)) -> None:
+    def __init__(
+        self, pages: int, groups: tuple[ObjectGroup, ...] = FULL, object_pages: tuple[int, ...] = (1,)
+    ) -> None:
         self.l1 = L1(pages, groups, object_pages)
         self.others = [L1(int(size * pages), groups, object_pages) for size in SIZES]
         self.others.append(L1(1 << 22, groups, object_pages))
@@ -69,9 +73,7 @@ class World:
         self.curve.handle(LookupEnded(0, "i", "m", "r", 0, keys, outcome, CHUNK_TOKENS, namespace))
         for group, ready in stored:
             pages = self.l1.object_pages[group]
-            self.curve.handle(
-                ChunksStored(0, "i", "m", namespace, ready, self.l1.groups.objects[group], pages)
-            )
+            self.curve.handle(ChunksStored(0, "i", "m", namespace, ready, self.l1.groups.objects[group], pages))
         self.curve.handle(RequestEnded(0, "i", "m", "r"))
 
     @property
@@ -159,6 +161,7 @@ def curve_of(*lookups: bytes, cleared: tuple[bytes, ...] = ()) -> WhatIfCurve:
         time = number * 2_000_000_000
         curve.handle(LookupEnded(time, "i", "m", f"r{number}", 0, keys, LookupOutcome(chunks, 0), CHUNK_TOKENS, b"n"))
         curve.handle(ChunksStored(time, "i", "m", b"n", keys, pages=1))
+    curve.tick()
     return curve
 
 
@@ -177,7 +180,9 @@ def test_what_one_daemon_knows_is_a_hit_of_an_unlimited_fleet() -> None:
     both = merge_what_if([one, other])
     assert both.looked_up_tokens == one.looked_up_tokens + other.looked_up_tokens
     true = (1 + 150 + 150) * 20 * CHUNK_TOKENS
-    assert both.sizes[-1].would_hit_tokens / both.looked_up_tokens == pytest.approx(true / both.looked_up_tokens, abs=0.03)
+    assert both.sizes[-1].would_hit_tokens / both.looked_up_tokens == pytest.approx(
+        true / both.looked_up_tokens, abs=0.03
+    )
     assert both.sizes[0].would_hit_tokens == one.sizes[0].would_hit_tokens + other.sizes[0].would_hit_tokens
 
 

@@ -1,0 +1,155 @@
+"""What other sizes of L1 would have found, of a real daemon: beside its own counters, and beside plain LRU caches of each size."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from support.daemon import Daemon, wait_until
+from support.traces import plain_lru_hits
+from support.worker import Worker, make_keys
+
+from kvserver.cli import status as cli_status
+from kvserver.protocol import AwaitFill, LookupReply
+from kvserver.protocol.status import DaemonStatus, WhatIfStatus
+from kvserver.telemetry import merge_what_if
+
+SIZES = {"0.25": 0.25, "0.5": 0.5, "1": 1.0, "2": 2.0, "4": 4.0, "8": 8.0, "unlimited": 0.0}
+
+
+def served(daemon: Daemon, worker: Worker, prompts: list[list[int]]) -> None:
+    """Looks up each prompt, stores what was missed, ends the request; returns when all is counted."""
+    for number, prompt in enumerate(prompts):
+        keys, name = [make_keys(1, id)[0] for id in prompt], f"r{number}"
+        worker.lookup(keys, name)
+        worker.store(keys, worker.blocks_for(len(keys)))
+        worker.end_request(name)
+    counted(daemon)
+
+
+def counted(daemon: Daemon) -> dict[str, Any]:
+    """/status once the curve has all lookups, and nothing is queued."""
+
+    def found() -> dict[str, Any] | None:
+        status = daemon.status()
+        all_of_them = status["what_if"]["looked_up_tokens"] == status["totals"]["lookup_tokens"]
+        return status if all_of_them and not status["events"]["queue_depth"] else None
+
+    return wait_until(found, what="every lookup is in the curve")
+
+
+def would_hit(daemon: Daemon) -> dict[str, int]:
+    return {one["size"]: one["would_hit_tokens"] for one in counted(daemon)["what_if"]["sizes"]}
+
+
+def drawn(seed: int, documents: int, longest: int, count: int, shared: int = 0) -> list[list[int]]:
+    """Beginnings of documents, the first ones more often, behind `shared` chunks that all have."""
+    draw = random.Random(seed)
+    found = []
+    for _ in range(count):
+        document = int(documents * draw.random() ** 2)
+        first = 1000 + longest * document
+        found.append([*range(shared), *range(first, first + draw.randint(1, longest))])
+    return found
+
+
+@pytest.mark.parametrize("shared", [0, 4], ids=["", "behind a prompt that all share"])
+def test_size_one_agrees_with_the_daemons_own_counter_and_each_size_with_an_lru_of_it(
+    make_daemon: Callable[..., Daemon], make_worker: Callable[..., Worker], shared: int
+) -> None:
+    daemon = make_daemon(l1_size="2MiB")
+    worker = make_worker(daemon)
+    prompts = drawn(1, 60, 6, 400, shared)
+    served(daemon, worker, prompts)
+    status = daemon.status()
+    capacity, looked_up = status["l1"]["chunks"], status["totals"]["lookup_tokens"]
+    assert status["l1"]["evictions"] > 100, "L1 is full"
+    found = would_hit(daemon)
+    chunk_tokens = looked_up // sum(map(len, prompts))
+
+    def points(tokens: float) -> float:
+        return 100 * tokens / looked_up
+
+    counter = daemon.metric("kvserver_lookup_hit_tokens_total")
+    assert points(found["1"]) == pytest.approx(points(counter or 0), abs=0.5)
+    for size, times in SIZES.items():
+        true = plain_lru_hits(prompts, int(times * capacity)) * chunk_tokens
+        assert points(found[size]) == pytest.approx(points(true), abs=2), size
+    assert points(found["4"] - found["0.25"]) > 10, "sizes differ"
+    assert {size: daemon.metric("kvserver_l1_would_hit_tokens_total", size=size) for size in SIZES} == found
+
+
+def test_what_only_l2_has_is_a_hit_of_a_larger_l1(
+    make_daemon: Callable[..., Daemon], make_worker: Callable[..., Worker], tmp_path: Path
+) -> None:
+    daemon = make_daemon(l1_size="2MiB", l2=f"file://{tmp_path}?size=64MiB")
+    worker = make_worker(daemon)
+    served(daemon, worker, [[1, 2, 3, 4]])
+    number = 10
+    while daemon.metric("kvserver_l1_evicted_chunks_total") < 4:  # type: ignore[operator]
+        wait_until(lambda: not daemon.status()["l2"][0]["queue_objects"], what="L2 has all")
+        served(daemon, worker, [[number, number + 1]])
+        number += 2
+    keys = [make_keys(1, id)[0] for id in (1, 2, 3, 4)]
+    assert worker.lookup(keys, "again") == 0
+    worker.end_request("again")
+    tokens = counted(daemon)["totals"]["lookup_tokens"] // (number - 10 + 8) * 4
+    first = would_hit(daemon)
+    assert (first["0.5"], first["1"], first["2"], first["unlimited"]) == (0, 0, tokens, tokens)
+    message = worker.lookup_message(keys, "filled")
+    assert worker.ask(AwaitFill(message, 5000), LookupReply).hit_chunks == 4
+    worker.end_request("filled")
+    assert worker.lookup(keys, "found") == 4
+    then = would_hit(daemon)
+    assert then["0.5"] - first["0.5"] == then["1"] - first["1"] >= tokens, "it is the youngest, since the fill"
+    assert then["1"] == daemon.metric("kvserver_lookup_hit_tokens_total")
+
+
+def test_what_was_cleared_is_a_miss_of_every_size(
+    make_daemon: Callable[..., Daemon], make_worker: Callable[..., Worker]
+) -> None:
+    daemon = make_daemon()
+    worker = make_worker(daemon)
+    served(daemon, worker, [[1, 2, 3]])
+    assert daemon.http("/cache/clear", "POST")[0] == 200
+    served(daemon, worker, [[1, 2, 3]])
+    assert set(would_hit(daemon).values()) == {0}
+    served(daemon, worker, [[1, 2, 3]])
+    assert set(would_hit(daemon).values()) == {daemon.metric("kvserver_lookup_hit_tokens_total")} != {0}
+
+
+def test_two_daemons_statuses_become_the_curve_of_a_fleet(
+    make_daemon: Callable[..., Daemon], make_worker: Callable[..., Worker]
+) -> None:
+    statuses = []
+    for prompts in ([[1, 2, 3], [4, 5]], [[1, 2, 3, 6], [4, 5]]):
+        daemon = make_daemon()
+        served(daemon, make_worker(daemon), prompts)
+
+        def curve(of: Daemon = daemon) -> WhatIfStatus | None:
+            found = msgspec.convert(of.status()["what_if"], WhatIfStatus)
+            return found if found.looked_up_chunks * 64 == found.looked_up_tokens else None
+
+        statuses.append(wait_until(curve, what="the sketch has all lookups"))
+    one, other = statuses
+    assert one.sizes[-1].would_hit_tokens == other.sizes[-1].would_hit_tokens == 0, "by itself each daemon missed all"
+    fleet = merge_what_if(statuses)
+    assert fleet.looked_up_tokens == 11 * 64
+    assert fleet.sizes[-1].would_hit_tokens == pytest.approx(5 * 64, abs=32), "one of them had stored these five"
+    assert [size.would_hit_tokens for size in fleet.sizes[:-1]] == [0] * 6
+
+
+def test_the_status_command_shows_it_and_its_policy(
+    make_daemon: Callable[..., Daemon], make_worker: Callable[..., Worker]
+) -> None:
+    daemon = make_daemon()
+    assert "if L1 were" not in cli_status.table(msgspec.convert(daemon.status(), DaemonStatus))
+    served(daemon, make_worker(daemon), [[1, 2], [1, 2, 3, 4]])
+    text = cli_status.table(msgspec.convert(daemon.status(), DaemonStatus))
+    (line,) = [line for line in text.splitlines() if line.startswith("if L1 were")]
+    assert "1x 33.3%, 2x 33.3%" in line
+    assert line.endswith("unlimited 33.3% of tokens looked up would be hits (estimated, by lru)")
