@@ -2,18 +2,18 @@
 
     python bench/what_if.py [--objects 1000 10000 100000 1000000 10000000] [--trace TRACE.jsonl] [--cost]
 
-Each row is one workload whose distinct objects are about `--objects`, L1 has room for a sixteenth of them. Prompts are
-*documents* (a quarter new ones, else beginnings of known ones, popularity 1/rank) or *chat* (conversations that grow). *hot*: behind 32
-chunks that all prompts share. *pages*: of an object; *2 models*: every second document has objects of 7 pages, the others of 2.
-Columns: hit rate in L1 by the reference; errors in points at the sizes 0.25 to 8 and unlimited; the 90th percentile of these
-seven (the seventh at most); share of older chunks that is sampled in the end; MiB of the table; microseconds a chunk of a prompt
-in the event thread. `--trace`: prompts of a Mooncake trace instead, with an L1 of 1/256 to 1/4 of its blocks.
+Each row is one workload whose distinct objects are about `--objects`, L1 has room for a sixteenth of them. Prompts are *documents*
+(a quarter new ones, else beginnings of known ones, popularity 1/rank), *far* (whole documents, all equally popular) or *chat*
+(conversations that grow). *hot*: behind 32 chunks that all prompts share. Objects of documents and far are a page, of chat three; *2
+models*: every second document has objects of 7 pages, the others of 2. Columns: hit rate in L1 by the reference; errors in points at
+the sizes 0.25 to 8 and unlimited; the 90th percentile of these seven, which is the largest; share of older chunks that is sampled
+in the end; MiB of the table; microseconds a chunk of a prompt in the event thread. `--trace`: prompts of a Mooncake trace instead,
+with an L1 of 1/256 to 1/4 of its blocks.
 
-`--cost`: what the curve adds to a lookup of 512 chunks, all hit, and its request's end. First of two real daemons in turn, one
-with the curve and one without: p50 and p99 of lookups one after the other, and the CPU time of the loop
-and of all other threads for each. Then the parts alone, beside
-the same lookup in a cache without a daemon (medians): on the loop (a longer event), in the event thread with the interpreter's
-lock, and in the event thread in all.
+`--cost`: what the curve adds to a lookup of 512 chunks, all hit, and its request's end. First of two real daemons in turn, one with
+the curve and one without: p50 and p99 of lookups one after the other, and the CPU time of the loop and of all other threads for each.
+Then the parts alone, beside the same lookup in a cache without a daemon (medians): on the loop (a longer event), in the event
+thread with the interpreter's lock, and in the event thread in all.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from common import median, percentile, table
 from rig import BenchDaemon, BenchWorker
@@ -98,6 +99,16 @@ def documents(objects: int, hot: bool, draw: random.Random) -> Prompts:
         yield prompt
 
 
+def far(objects: int, hot: bool, draw: random.Random) -> Prompts:
+    """Whole documents, all equally popular: most are used again after as many others as there are."""
+    length = LONGEST if objects >= 10_000 else 16
+    lengths = [draw.randint(1, length) for _ in range(2 * objects // length)]
+    for _ in range(3 * len(lengths)):
+        which = draw.randrange(len(lengths))
+        first = HOT + which * LONGEST
+        yield array("I", [*(range(HOT) if hot else ()), *range(first, first + lengths[which])])
+
+
 def chat(objects: int, hot: bool, draw: random.Random) -> Prompts:
     """A tenth of the prompts begin a conversation; the others go on with one, most likely with one of the latest."""
     going: list[tuple[int, int]] = []  # first object, length
@@ -129,8 +140,35 @@ def of_trace(path: Path) -> tuple[list[array[int]], int]:
 # ---- accuracy -----------------------------------------------------------------------------------
 
 
-def measure(prompts: Prompts, pages: array[int], l1_pages: int) -> list[str]:
-    """A row. The curve gets the events of an L1 that is the reference's."""
+class Measured(NamedTuple):
+    """Hit rates of exact caches and errors in points, by size; `seconds` of the event thread for `looked_up` chunks."""
+
+    objects: int
+    true: list[float]
+    errors: list[float]
+    sample_rate: float
+    memory_bytes: int
+    seconds: float
+    looked_up: int
+
+    @property
+    def p90(self) -> float:
+        return sorted(map(abs, self.errors))[int(0.9 * len(self.errors))]
+
+    def cells(self) -> list[str]:
+        return [
+            f"{self.objects:,}",
+            f"{100 * self.true[SIZES.index(1)]:.1f}%",
+            *(f"{error:+.2f}" for error in self.errors),
+            f"{self.p90:.2f}",
+            f"{self.sample_rate:.3f}",
+            f"{self.memory_bytes / MiB:.1f}",
+            f"{1e6 * self.seconds / self.looked_up:.2f}",
+        ]
+
+
+def measure(prompts: Prompts, pages: array[int], l1_pages: int) -> Measured:
+    """The curve gets the events of an L1 that is the reference's."""
     reference, curve = Reference(l1_pages, pages), WhatIfCurve(l1_pages, PAGE)
     true, looked_up, seconds = [0] * (len(SIZES) + 1), 0, 0.0
     seen = bytearray(len(pages))
@@ -154,43 +192,40 @@ def measure(prompts: Prompts, pages: array[int], l1_pages: int) -> list[str]:
     reference.close()
     curve.tick()
     status = curve.status()
+    rates = [hits / looked_up for hits in true]
     errors = [
-        100 * (one.would_hit_tokens / CHUNK_TOKENS - exact) / looked_up
-        for one, exact in zip(status.sizes, true, strict=True)
+        100 * (one.would_hit_tokens / CHUNK_TOKENS / looked_up - rate)
+        for one, rate in zip(status.sizes, rates, strict=True)
     ]
-    return [
-        f"{sum(seen):,}",
-        f"{100 * true[SIZES.index(1)] / looked_up:.1f}%",
-        *(f"{error:+.2f}" for error in errors),
-        f"{sorted(map(abs, errors))[int(0.9 * len(errors))]:.2f}",
-        f"{status.sample_rate:.3f}",
-        f"{status.memory_bytes / MiB:.1f}",
-        f"{1e6 * seconds / looked_up:.2f}",
-    ]
+    return Measured(sum(seen), rates, errors, status.sample_rate, status.memory_bytes, seconds, looked_up)
 
 
 HEAD = ("objects", "in L1", *(f"{size:g}" for size in SIZES), "unlimited", "p90", "sampled", "MiB", "us/chunk")
 
 
-def synthetic(objects: int) -> list[tuple[str, ...]]:
-    rows = []
-    for name, workload, hot, models in (
-        ("documents", documents, False, (1,)),
-        ("documents, hot", documents, True, (1,)),
-        ("documents, hot, 2 models", documents, True, (2, 7)),
-        ("chat", chat, False, (3,)),
-        ("chat, hot", chat, True, (3,)),
-    ):
-        # A document and what is before it are of one model: what all share is the first one's.
-        pages = array("I", [models[0]]) * (HOT + LONGEST * (objects // (50 if objects >= 10_000 else 4) + 100))
-        prompts = workload(objects, hot, random.Random(objects))
-        if len(models) > 1:
-            for first in range(HOT + LONGEST, len(pages) - LONGEST, 2 * LONGEST):
-                pages[first : first + LONGEST] = array("I", [models[1]]) * LONGEST
-            prompts = (prompt if pages[prompt[-1]] == models[0] else prompt[HOT:] for prompt in prompts)
-        average = sum(models) / len(models)
-        rows.append((name, *measure(prompts, pages, int(objects * average) // 16)))
-    return rows
+WORKLOADS = {
+    "documents": (documents, False, (1,)),
+    "documents, hot": (documents, True, (1,)),
+    "documents, hot, 2 models": (documents, True, (2, 7)),
+    "far": (far, False, (1,)),
+    "far, hot, 2 models": (far, True, (2, 7)),
+    "chat": (chat, False, (3,)),
+    "chat, hot": (chat, True, (3,)),
+}
+
+
+def synthetic(name: str, objects: int, part: int = 16) -> Measured:
+    """L1 has space for a `part`-th of the objects."""
+    workload, hot, models = WORKLOADS[name]
+    # A document and what is before it are of one model: what all share is the first one's.
+    pages = array("I", [models[0]]) * (HOT + LONGEST * (objects // (50 if objects >= 10_000 else 4) + 100))
+    prompts = workload(objects, hot, random.Random(objects))
+    if len(models) > 1:
+        for first in range(HOT + LONGEST, len(pages) - LONGEST, 2 * LONGEST):
+            pages[first : first + LONGEST] = array("I", [models[1]]) * LONGEST
+        prompts = (prompt if pages[prompt[-1]] == models[0] else prompt[HOT:] for prompt in prompts)
+    average = sum(models) / len(models)
+    return measure(prompts, pages, int(objects * average) // part)
 
 
 # ---- cost ---------------------------------------------------------------------------------------
@@ -336,11 +371,11 @@ def main() -> None:
     if arguments.trace:
         prompts, blocks = of_trace(arguments.trace)
         pages = array("I", [1]) * blocks
-        rows = [(f"trace, L1 1/{part}", *measure(iter(prompts), pages, blocks // part)) for part in (256, 64, 16, 4)]
-    else:
-        for objects in arguments.objects:
-            rows += synthetic(objects)
-            print("\n".join(" | ".join(row) for row in rows[-5:]), flush=True)
+        rows = [(f"L1 1/{part}", *measure(iter(prompts), pages, blocks // part).cells()) for part in (256, 64, 16, 4)]
+    for objects in () if arguments.trace else arguments.objects:
+        for name in WORKLOADS:
+            rows.append((name, *synthetic(name, objects).cells()))
+            print(" | ".join(rows[-1]), flush=True)
     print(table(("workload", *HEAD), rows))
 
 

@@ -1,4 +1,5 @@
-// stress_what_if.cpp: the chunks that other sizes would have, under sanitizers. `make sanitize` builds and runs it.
+// stress_what_if.cpp: the chunks that other sizes would have, under sanitizers. `make sanitize`
+// builds and runs it.
 //
 // Against a plain list in the order of last use, while all chunks are listed; then far more chunks
 // than are listed. Checked: hits of each size, that sizes are ordered, and the bounds of memory.
@@ -9,6 +10,7 @@
 #include <list>
 #include <random>
 #include <string>
+#include <vector>
 
 #include "check.h"
 #include "tables/what_if.h"
@@ -30,27 +32,38 @@ std::string keys(uint64_t first, uint64_t count) {
     return raw;
 }
 
-// Single chunks of 1 to 3 pages: the size of a chunk is that of its number.
+// Beginnings of documents of 8 chunks of 1 to 3 pages: the size of a chunk is that of its number.
 void follow_a_list() {
     std::mt19937 random(1);
     WhatIf table(7, kSizes);
     std::list<uint64_t> used;  // the youngest first
     const auto pages_of = [](uint64_t key) { return static_cast<uint32_t>(1 + key % 3); };
     for (int round = 0; round < 20'000; ++round) {
-        const uint64_t key = random() % 600;
-        uint64_t distance = 0;
-        const auto at = std::find_if(used.begin(), used.end(), [&](uint64_t other) {
-            distance += pages_of(other);
-            return other == key;
-        });
-        const auto hits = table.lookup(1, keys(key, 1), {}, 0, 0);
-        for (size_t size = 0; size <= WhatIf::kUnlimited; ++size) {
-            const bool fits = size == WhatIf::kUnlimited || distance <= kSizes[size];
-            CHECK(hits[size].boundary == (at != used.end() && fits ? 1 : 0));
+        const uint64_t first = random() % 75 * 8, count = 1 + random() % 8;
+        std::vector<uint64_t> distances;  // of its chunks up to the first one that is not there
+        for (uint64_t key = first; key < first + count; ++key) {
+            uint64_t distance = 0;
+            const auto at = std::find_if(used.begin(), used.end(), [&](uint64_t other) {
+                distance += pages_of(other);
+                return other == key;
+            });
+            if (at == used.end()) break;
+            distances.push_back(distance);
         }
-        if (at != used.end()) used.erase(at);
-        used.push_front(key);
-        table.add(1, keys(key, 1), 1, pages_of(key));
+        const auto hits = table.lookup(1, keys(first, count), {}, 0, 0);
+        for (size_t size = 0; size <= WhatIf::kUnlimited; ++size) {
+            const auto beyond = std::ranges::find_if(distances, [&](uint64_t distance) {
+                return size < WhatIf::kUnlimited && distance > kSizes[size];
+            });
+            const auto found = static_cast<size_t>(beyond - distances.begin());
+            CHECK(hits[size].boundary == found);
+            CHECK(hits[size].chunks == static_cast<double>(found));
+        }
+        for (uint64_t key = first + count; key-- > first;) {
+            used.remove(key);
+            used.push_front(key);
+            table.add(1, keys(key, 1), 1, pages_of(key));
+        }
         CHECK(table.size() == used.size());
     }
 }

@@ -1,0 +1,25 @@
+"""More chunks than the table lists: what it estimates of each size, beside exact LRU caches of each that serve the same prompts."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parent.parent.parent / "bench"))
+import what_if
+
+MOST_BYTES = 16 << 20
+
+
+@pytest.mark.parametrize(("workload", "part"), [("far", 8), ("far, hot, 2 models", 4)])
+def test_no_size_is_more_than_two_points_from_an_exact_lru_where_old_chunks_are_sampled(
+    workload: str, part: int
+) -> None:
+    found = what_if.synthetic(workload, 500_000, part)
+    assert found.objects > 450_000
+    assert found.sample_rate < 0.7, "not all chunks are listed"
+    assert max(found.true) - min(found.true) > 0.3, "sizes differ"
+    assert found.p90 <= 2, found
+    assert found.memory_bytes <= MOST_BYTES
