@@ -72,15 +72,19 @@ void list_too_many() {
     std::mt19937 random(2);
     WhatIf table(8, kSizes);
     const HitRules hybrid{1, 256, true, {{2, 3, 0}, {4, 0, 1024}}};
+    const auto bit = [](uint64_t first) { return static_cast<uint16_t>(1 << first / 500 % 3); };
     for (uint64_t first = 0; first < 2'000'000; first += 500) {
-        table.add(first % 3, keys(first, 500), static_cast<uint16_t>(1 << random() % 3), 3);
+        table.add(first % 3, keys(first, 500), bit(first), 3);
+        const uint64_t late = first - std::min<uint64_t>(first, random() % 100 * 500);
+        const auto all = table.lookup(late % 3, keys(late, 500), {bit(late), 1, true, {}}, 0, 0);
+        CHECK(all[WhatIf::kUnlimited].chunks == 500);  // of the last 50,000 each is listed
         const std::string again = keys(random() % (first + 1), random() % 100);
         const auto hits = table.lookup(random() % 3, again, hybrid, random() % 200, random() % 4);
         for (size_t size = 1; size <= WhatIf::kUnlimited; ++size) {
             CHECK(hits[size].boundary >= hits[size - 1].boundary);
             CHECK(hits[size].boundary <= again.size() / WhatIf::kKeyBytes);
         }
-        table.remove(random() % 3, again, 2, 100);
+        if (random() % 2 == 0) table.remove(random() % 3, keys(0, 100), 2, 100);
         table.use_again(random() % 3, again);
         CHECK(table.memory_bytes() < kMostBytes);
     }
