@@ -1,5 +1,7 @@
 // lru_sizes.cpp: LRU caches of several sizes that serve the same prompts, one after the other: the
-// exact reference of bench/what_if.py, which compiles it. Objects have numbers; each has some pages.
+// exact reference of bench/what_if.py, which compiles it. Objects have numbers; each has some
+// pages.
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -11,7 +13,8 @@ struct Lru {
     uint64_t pages, used = 0;
     std::vector<uint32_t> older, younger;  // kEnd in both: absent, or the ring has one object
 
-    Lru(uint64_t most, size_t objects) : pages(most), older(objects + 1), younger(objects + 1), in(objects + 1) {}
+    Lru(uint64_t most, size_t objects)
+        : pages(most), older(objects + 1), younger(objects + 1), in(objects + 1) {}
     std::vector<bool> in;
 
     void unlink(uint32_t at) {
@@ -63,6 +66,12 @@ extern "C" void serve(void* of, const uint32_t* prompt, size_t length, uint64_t*
         hits[i] = hit;
         for (size_t at = length; at-- > 0;) cache.use(prompt[at] + 1, sizes->pages);
     }
+}
+
+// Objects in the largest cache.
+extern "C" size_t resident(void* of) {
+    const std::vector<bool>& in = static_cast<Sizes*>(of)->caches.back().in;
+    return static_cast<size_t>(std::count(in.begin(), in.end(), true));
 }
 
 extern "C" void free_caches(void* of) { delete static_cast<Sizes*>(of); }

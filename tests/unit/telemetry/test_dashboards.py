@@ -162,7 +162,7 @@ def test_the_dashboard_fits_grafanas_published_schema() -> None:
         (("panels", 1, "options"), {"graphMode": "lines"}),
         (("panels", 6, "fieldConfig", "defaults", "custom"), {"drawStyle": "line "}),
         (("panels", 6, "targets", 0), {"legend": "x"}),
-        (("panels", 11, "panels", 0, "options"), {"textMode": 3}),
+        (("panels", 12, "panels", 0, "options"), {"textMode": 3}),
         (("templating", "list", 1), {"refresh": 7}),
     ],
 )
