@@ -133,6 +133,93 @@ REPLAY = (
     ),
 )
 
+WHAT_IF = "kvserver/telemetry/what_if.py"
+WHAT_IF_UNIT, WHAT_IF_DAEMON = ("unit/telemetry/test_what_if.py",), ("daemon/test_what_if.py",)
+
+WHAT_IF_CURVE = (
+    Mutant("stores are not in the curve", WHAT_IF, "WhatIfCurve.handle", "self._stored(event)", "pass", WHAT_IF_UNIT),
+    Mutant(
+        "what a clear removed is still a hit of larger sizes",
+        WHAT_IF,
+        "WhatIfCurve._cleared",
+        "self._clears.get(prefix, 0) + 1",
+        "0",
+        WHAT_IF_UNIT,
+    ),
+    Mutant(
+        "a namespace keeps its salt when it is cleared",
+        WHAT_IF,
+        "WhatIfCurve._cleared",
+        "self._salts.clear()",
+        "pass",
+        WHAT_IF_UNIT,
+    ),
+    Mutant(
+        "hybrid models hit wherever full attention does",
+        WHAT_IF,
+        "rules_of",
+        "HitRules(full, chunk_tokens, others)",
+        "HitRules(full, chunk_tokens, [])",
+        WHAT_IF_UNIT,
+    ),
+    Mutant(
+        "an object of several ranks or groups has the first group's pages",
+        WHAT_IF,
+        "WhatIfCurve._stored",
+        "event.group.place, event.pages)",
+        "event.group.place, 1)",
+        WHAT_IF_UNIT,
+    ),
+    Mutant(
+        "what L1 found though it is not listed stays unlisted",
+        WHAT_IF,
+        "WhatIfCurve._looked_up",
+        "rules, outcome.hit_chunks, pages)",
+        "rules, outcome.hit_chunks, 0)",
+        WHAT_IF_UNIT,
+    ),
+    Mutant(
+        "a fleet's unlimited size is the sum of the daemons'",
+        WHAT_IF,
+        "merge_what_if",
+        "max(0.0, again)",
+        "0.0",
+        (*WHAT_IF_UNIT, *WHAT_IF_DAEMON),
+    ),
+    Mutant(
+        "daemons have salts of their own, so that sketches cannot be merged",
+        WHAT_IF,
+        "WhatIfCurve._salt",
+        'b"%b/%d/%d" % (namespace,',
+        'b"%b/%d/%d" % (namespace + secrets.token_bytes(8),',
+        WHAT_IF_UNIT,
+    ),
+    Mutant(
+        "the sketch of /status is never made",
+        "kvserver/parts.py",
+        "Observability._tick",
+        "self.what_if.tick()",
+        "pass",
+        WHAT_IF_DAEMON,
+    ),
+    Mutant(
+        "what was read from L2 is not used in the curve",
+        "kvserver/server/fills.py",
+        "Fills._count_ready",
+        "fill.worker.layout.objects[group], pages,",
+        "fill.worker.layout.objects[group], 0,",
+        WHAT_IF_DAEMON,
+    ),
+    Mutant(
+        "stores do not state how many pages an object has",
+        "kvserver/server/stores.py",
+        "Stores._publish_ready",
+        "keys, group.objects, pages)",
+        "keys, group.objects, 0)",
+        WHAT_IF_DAEMON,
+    ),
+)
+
 STORES_AND_LOADS = (
     # ---- what each model has ------------------------------------------------------------------
     Mutant(
@@ -2303,7 +2390,17 @@ L2_AND_L1 = (
     ),
 )
 
-MUTANTS = REPLAY + L2_AND_L1 + FILE_TIERS + REMOTE_TIERS + STORES_AND_LOADS + SERVER + WORKER_HALF + SCHEDULER_HALF
+MUTANTS = (
+    REPLAY
+    + WHAT_IF_CURVE
+    + L2_AND_L1
+    + FILE_TIERS
+    + REMOTE_TIERS
+    + STORES_AND_LOADS
+    + SERVER
+    + WORKER_HALF
+    + SCHEDULER_HALF
+)
 
 
 def problems() -> list[str]:

@@ -142,7 +142,8 @@ class WhatIfCurve(Subscriber):
     def _request_ended(self, instance_id: str, request_id: str) -> None:
         salt, keys = self._open.pop((instance_id, request_id), (0, b""))
         self._open_bytes -= len(keys)
-        self._table.use_again(salt, keys)
+        if keys:
+            self._table.use_again(salt, keys)
 
     def _tail_blocks(self, event: LookupEnded, objects: dict[int, int]) -> list[float]:
         if not event.tail_keys:

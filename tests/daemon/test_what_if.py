@@ -109,6 +109,26 @@ def test_what_only_l2_has_is_a_hit_of_a_larger_l1(
     assert then["1"] == daemon.metric("kvserver_lookup_hit_tokens_total")
 
 
+def test_what_a_daemon_before_it_wrote_to_l2_is_used_since_it_was_filled(
+    make_daemon: Callable[..., Daemon], make_worker: Callable[..., Worker], tmp_path: Path
+) -> None:
+    daemon = make_daemon(l2=f"file://{tmp_path}?size=64MiB")
+    keys = make_keys(4)
+    writer = make_worker(daemon)
+    writer.store(keys, writer.blocks_for(4))
+    wait_until(lambda: (tier := daemon.status()["l2"][0])["objects"] >= 4 and not tier["queue_objects"])
+    assert daemon.terminate() == 0
+    daemon.start()
+    wait_until(lambda: daemon.status()["l2"][0]["state"] == "ready")
+    worker = make_worker(daemon)
+    assert worker.lookup(keys, "filled") == 0
+    assert worker.ask(AwaitFill(worker.lookup_message(keys, "filled"), 5000), LookupReply).hit_chunks == 4
+    worker.end_request("filled")
+    assert set(would_hit(daemon).values()) == {0}
+    assert worker.lookup(keys, "found") == 4
+    assert set(would_hit(daemon).values()) == {daemon.metric("kvserver_lookup_hit_tokens_total")} != {0}
+
+
 def test_what_was_cleared_is_a_miss_of_every_size(
     make_daemon: Callable[..., Daemon], make_worker: Callable[..., Worker]
 ) -> None:

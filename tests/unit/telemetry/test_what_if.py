@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +11,16 @@ import pytest
 from kvserver.cache import Cache, Groups, LookupOutcome
 from kvserver.cache.eviction import LeastRecentlyUsed
 from kvserver.cache.pages import PagePool
-from kvserver.events import ChunksEvicted, ChunksStored, L1Cleared, LookupEnded, NamespaceFormed, RequestEnded
+from kvserver.events import (
+    Bus,
+    ChunksEvicted,
+    ChunksStored,
+    Event,
+    L1Cleared,
+    LookupEnded,
+    NamespaceFormed,
+    RequestEnded,
+)
 from kvserver.protocol import KEY_BYTES, ObjectGroup
 from kvserver.telemetry import WhatIfCurve, merge_what_if
 from kvserver.telemetry.what_if import SIZES
@@ -22,7 +32,10 @@ HYBRID = (*FULL, ObjectGroup("window", (1,), CHUNK_TOKENS, tokens=600), ObjectGr
 
 
 class L1:
-    """A real cache that serves prompts one after the other: looks up, stores what is missing, ends the lease."""
+    """A real cache that serves prompts one after the other: looks up, stores what is missing, ends the lease.
+
+    Objects of a model (the first byte of its namespaces) have `object_pages` by group, times 1 + that number.
+    """
 
     def __init__(
         self, pages: int, groups: tuple[ObjectGroup, ...] = FULL, object_pages: tuple[int, ...] = (1,)
@@ -40,7 +53,12 @@ class L1:
         stored = []
         for group, pages in enumerate(self.object_pages):
             plan = self.cache.plan_store(
-                namespace, self.groups, keys, pages * PAGE, group=group, slots=range(group, group + 1)
+                namespace,
+                self.groups,
+                keys,
+                pages * (1 + namespace[0]) * PAGE,
+                group=group,
+                slots=range(group, group + 1),
             )
             self.cache.finish_store(plan, copied=True)
             stored.append((group, b"".join([chunk.key for chunk in plan.ready])))
@@ -72,7 +90,7 @@ class World:
         self.looked_up += outcome.chunks
         self.curve.handle(LookupEnded(0, "i", "m", "r", 0, keys, outcome, CHUNK_TOKENS, namespace))
         for group, ready in stored:
-            pages = self.l1.object_pages[group]
+            pages = self.l1.object_pages[group] * (1 + namespace[0])
             self.curve.handle(ChunksStored(0, "i", "m", namespace, ready, self.l1.groups.objects[group], pages))
         self.curve.handle(RequestEnded(0, "i", "m", "r"))
 
@@ -190,3 +208,49 @@ def test_a_status_has_every_size_before_the_first_lookup() -> None:
     sizes = WhatIfCurve(8, PAGE).status().sizes
     assert [one.size for one in sizes] == ["0.25", "0.5", "1", "2", "4", "8", "unlimited"]
     assert [one.size_bytes for one in sizes] == [2 * PAGE, 4 * PAGE, 8 * PAGE, 16 * PAGE, 32 * PAGE, 64 * PAGE, None]
+
+
+def lookup_of(keys: bytes, found: int = 0, name: str = "r") -> LookupEnded:
+    return LookupEnded(0, "i", "m", name, 0, keys, LookupOutcome(len(keys) // KEY_BYTES, found), CHUNK_TOKENS, b"n")
+
+
+def test_lookups_that_the_queue_has_no_space_for_are_counted_as_dropped_and_not_in_the_curve() -> None:
+    curve = WhatIfCurve(100, PAGE)
+    bus = Bus([curve], limit=10)
+    keys = keys_of(1, 0, 3)
+    assert [bus.publish(lookup_of(keys, name=str(number)), len(keys)) for number in range(12)] == [True] * 10 + [
+        False
+    ] * 2
+    bus.start()
+    assert bus.flush()
+    assert bus.status().dropped_types["LookupEnded"] == 2
+    assert curve.status().looked_up_tokens == 10 * 3 * CHUNK_TOKENS
+    bus.close()
+
+
+def test_events_are_counted_in_the_bus_thread_and_the_caller_only_queues_them() -> None:
+    threads = []
+
+    class Watched(WhatIfCurve):
+        def handle(self, event: Event) -> None:
+            threads.append(threading.current_thread())
+            super().handle(event)
+
+    curve = Watched(100, PAGE)
+    bus = Bus([curve])
+    bus.publish(lookup_of(keys_of(1, 0, 3)))
+    assert (threads, curve.status().looked_up_tokens) == ([], 0)
+    bus.start()
+    assert bus.flush()
+    bus.close()
+    assert curve.status().looked_up_tokens == 3 * CHUNK_TOKENS
+    assert threading.current_thread() not in threads != []
+
+
+def test_what_l1_found_though_its_store_was_dropped_is_a_hit_from_then_on() -> None:
+    curve, keys = WhatIfCurve(100, PAGE), keys_of(1, 0, 3)
+    curve.handle(ChunksStored(0, "i", "m", b"n", keys_of(2, 0, 1), pages=1))  # the size of the namespace's objects
+    curve.handle(lookup_of(keys, found=3))
+    before = curve.status().sizes[SIZES.index(1)].would_hit_tokens
+    curve.handle(lookup_of(keys, found=3))
+    assert curve.status().sizes[SIZES.index(1)].would_hit_tokens - before == 3 * CHUNK_TOKENS
