@@ -1,4 +1,4 @@
-// bindings_what_if.cpp: the part of kvserver._native that knows what caches of other sizes would have.
+// bindings_what_if.cpp: the part of kvserver._native that knows what other sizes of L1 would have.
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
