@@ -1502,7 +1502,12 @@ SCHEDULER_HALF = (
         ("issues/adapters/test_an_idle_scheduler_kept_its_session_with_a_dead_daemon.py",),
     ),
     Mutant(
-        "a chunk is named by the hash of its first block",
+        "neighbouring chunks are named by the hashes of their first blocks",
+        CHUNKS, "Chunks._keys", "hashes[(chunks.start + 1) * step - 1 :", "hashes[chunks.start * step :",
+        ("adapters/test_chunk_contents.py::test_a_chunks_key_is_its_last_blocks_hash",),
+    ),
+    Mutant(
+        "a single chunk is named by the hash of its first block",
         CHUNKS, "Chunks._keys", "hashes[(chunk + 1) * step - 1]", "hashes[chunk * step]",
         ("adapters/test_chunk_contents.py::test_a_chunks_key_is_its_last_blocks_hash",),
     ),

@@ -133,12 +133,15 @@ def test_where_hashes_are_finer_than_blocks_a_block_has_its_last_one():
     assert found.hashes[-32:] == request.block_hashes[2 * 3 * PER_CHUNK - 1]
 
 
-def test_a_chunks_key_is_its_last_blocks_hash():
+@pytest.mark.parametrize("numbers", [range(1, 4), [2], [0, 3], range(0, 5, 2)])
+def test_a_chunks_key_is_its_last_blocks_hash(numbers):
+    """Of neighbours, as stores and loads name them, and of single chunks."""
     request = request_of(function=short_hash)
     chunks = Chunks([ObjectGroup("full", (0,), BLOCK)], BLOCK)
     chunks.resize(PER_CHUNK * BLOCK)
-    contents = contents_of(request, 2, 3)
-    assert chunks.keys(request, range(2, 3)) == contents.hashes[-contents.hash_bytes :].ljust(32, b"\0")
+    contents = [contents_of(request, number, number + 1) for number in numbers]
+    last = [each.hashes[-each.hash_bytes :].ljust(32, b"\0") for each in contents]
+    assert chunks.keys(request, numbers) == b"".join(last)
 
 
 def test_salts_are_only_with_the_first_block():
