@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from made_up_model import prompt
+from kvserver.adapters.common.specs import ids_of
+from made_up_model import BLOCK, prompt
 from modelless import Engine
 from support.daemon import wait_until
 
@@ -54,9 +55,21 @@ def test_preempted_requests_are_stored_from_their_new_blocks(make_daemon, make_e
     daemon = make_daemon(chunk_tokens=CHUNK)
     engine = make_engine(daemon, num_blocks=40)
     hand_over_as_0_29(engine)
+    resumed: set[str] = set()  # requests that stored what they computed after they were preempted
+
+    def check(plan):
+        for store in plan.stores:
+            (table,) = engine.scheduler.kv_cache_manager.get_block_ids(store.request_id)
+            ids, first = ids_of(store), store.first_chunk * CHUNK // BLOCK
+            assert ids == table[first : first + len(ids)], f"{store.request_id} is stored from blocks that it lost"
+            if engine.scheduler.requests[store.request_id].num_preemptions:
+                resumed.add(store.request_id)
+
+    engine.before_step = check
     answers = [engine.add(f"r{i}", prompt(i, 2 * CHUNK), count=2 * CHUNK) for i in range(4)]
     engine.run()
     assert engine.preemptions > 0
+    assert resumed
     assert all(answer.right for answer in answers)
     other = make_engine(daemon)
     for i, answer in enumerate(answers):
