@@ -1262,7 +1262,8 @@ SCHEDULER_HALF = (
     Mutant(
         "the last token of a request, whose KV is not computed, is stored",
         STORE_PLANS, "StorePlanner.plan_last", "request.num_tokens - 1 - self._facts.holds_back_tail",
-        "request.num_tokens", ("adapters/test_tails.py::test_the_next_turn_of_a_chat_finds_where_the_last_one_ended",),
+        "request.num_tokens",
+        ("adapters/test_tails.py::test_the_last_token_is_in_no_block_though_drafts_were_computed_there",),
     ),
     Mutant(
         "of a prompt that ends inside a block the end is stored once its answer has filled that",

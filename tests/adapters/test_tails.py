@@ -166,6 +166,14 @@ def test_rejected_drafts_are_in_no_block(daemon, make_engine, how, drafts):
     assert warm.generate("warm", longer + prompt(16, 30)).external == whole(len(longer) - 1)
 
 
+def test_the_last_token_is_in_no_block_though_drafts_were_computed_there(daemon, make_engine, how):
+    """It ends a block, and the last step planned drafts behind it: the block has a draft's KV, or none, in its place."""
+    tokens, count = prompt(42, CHUNK + 3), 2 * BLOCK - 3
+    make_engine(daemon, **how, drafts=3).generate("cold", tokens, count=count)
+    longer = tokens + continuation(tokens, count) + prompt(43, 5)
+    assert make_engine(daemon, **how, drafts=3).generate("warm", longer).external == CHUNK + BLOCK
+
+
 def test_preempted_requests_are_right_and_their_ends_are_found(daemon, make_engine, how):
     engine = make_engine(daemon, **how, num_blocks=36)
     prompts = [prompt(20 + i, 2 * CHUNK + 9 + i) for i in range(4)]
