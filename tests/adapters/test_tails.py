@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from kvserver.adapters.common.specs import ids_of
 from kvserver.adapters.vllm.groups import object_groups
+from kvserver.adapters.vllm.load_plans import LoadPlanner
 from made_up_model import BLOCK, continuation, prompt
 from support.daemon import wait_until
 
@@ -153,6 +154,27 @@ def test_a_request_that_is_aborted_while_it_loads_stores_nothing(make_daemon, ma
     warm.abort("warm")
     warm.run()
     assert not warm.stores
+
+
+def test_a_preempted_request_that_is_aborted_before_its_blocks_are_filled_stores_none_of_them(
+    daemon, make_engine, make_forgetful_engine, monkeypatch
+):
+    """What it had computed lay in other blocks. Its load fails, so the new ones count as neither found nor stored."""
+    tokens, length = prompt(44, BLOCK + 4), 3 * BLOCK + 8
+    engine = make_forgetful_engine(daemon, may_fail=True)
+    engine.add("one", tokens, count=CHUNK)
+    engine.run(until=lambda: len(tokens) + len(engine.answers["one"].tokens) >= length)
+    assert [len(store.keys) // 32 for store in engine.stores] == [1], "of what it generated nothing is stored yet"
+    make_engine(daemon).generate("other", tokens, count=length - len(tokens))
+    engine.finish_steps()
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    monkeypatch.setattr(LoadPlanner, "plan", lambda *_: 1 / 0)
+    engine.run(until=lambda: bool(engine.loads))
+    assert engine.status_of("one") == "WAITING_FOR_REMOTE_KVS"
+    engine.abort("one")
+    engine.run()
+    assert engine.errors() == {"planning of a load: ZeroDivisionError": 1}
+    assert len(engine.stores) == 1
 
 
 @pytest.mark.parametrize("drafts", [1, 3])
