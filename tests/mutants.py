@@ -1285,11 +1285,6 @@ SCHEDULER_HALF = (
         ("adapters/test_tails.py::test_a_prompt_is_found_up_to_its_last_whole_block",),
     ),
     Mutant(
-        "an idle engine does not store the end of its last request",
-        SCHEDULER, "SchedulerHalf.has_pending_work", "bool(self._stores.planned) or ", "",
-        ("adapters/test_tails.py::test_an_idle_engine_stores_the_end_of_its_last_request",),
-    ),
-    Mutant(
         "a lookup that ends inside a chunk does not go on there",
         "adapters/common/lookups.py", "Lookups._answered", "if found.wants_tail:", "if False:",
         ("adapters/test_tails.py::test_the_next_turn_of_a_chat_finds_where_the_last_one_ended",),

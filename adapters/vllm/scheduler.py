@@ -259,8 +259,11 @@ class SchedulerHalf:
 
     @property
     def has_pending_work(self) -> bool:
-        """Whether an idle engine should step on: a store's end is awaited, or records wait to be sent."""
-        return bool(self._stores.planned) or self._pins.awaited or (self.connected and self._notices.has_unsent_records)
+        """Whether an idle engine should step on: a store's end is awaited, or records wait to be sent.
+
+        After a request's end vLLM makes a step in any case, which takes the stores that were planned with it.
+        """
+        return self._pins.awaited or (self.connected and self._notices.has_unsent_records)
 
     # ---- reports of workers -------------------------------------------------------------------
 
