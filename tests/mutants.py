@@ -701,7 +701,8 @@ SERVER = (
     ),
     Mutant(
         "what happened since the snapshot is lost with its end",
-        FEED, "_FeedCursor._pop", "self.whole = True", "self.whole = True; self.ready.clear()", CONSUMERS,
+        FEED, "_FeedCursor._pop", "self.whole = True", "self.whole = True; self.ready.clear()",
+        ("unit/kv_events/test_kv_feed.py::test_what_happens_after_the_snapshot_is_in_the_same_reply_behind_it",),
     ),
     Mutant(
         "a reply that was lost does not come again",
@@ -1648,7 +1649,10 @@ SCHEDULER_HALF = (
     Mutant(
         "one rank without cache is outvoted by the daemon's answer",
         CACHE_STATUS, "EngineCacheStatus.verdict", "if half.reason in _LASTING}:", "if False}:",
-        ("adapters/test_cache_is_on.py::test_a_fault_that_ended_the_use_of_the_cache",),
+        (
+            "adapters/test_cache_status.py::"
+            "test_no_answer_of_the_daemon_outvotes_a_rank_that_has_no_cache_for_good",
+        ),
     ),
     Mutant(
         "a reason that no longer holds stays",

@@ -14,6 +14,7 @@ from kvserver.config import Settings
 from kvserver.events import ChunksEvicted, ChunksStored, InstanceDescribed, InstanceDisconnected
 from kvserver.kv_events import Feed, Hub, ObserverContext
 from kvserver.kv_events.feed import MOST_BYTES
+from kvserver.kv_events.types import KVChunk, Tier
 from kvserver.protocol import KVBlocks, KVEventsTaken, KVGroup, TakeKVEvents
 
 PREFIX, LORA, OTHER = b"r" * 64, b"r" * 64 + b"lora" * 8, b"o" * 64
@@ -68,6 +69,32 @@ def test_an_engine_receives_the_blocks_that_were_there_and_every_change(world: W
     assert set(engine.blocks) == set(one.hashes[2:]) == world.readable_blocks()
     assert [event.stored for event in engine.received] == [True] * 3 + [True] * 2 + [False]
     assert engine.follows == [BOOT + 1]
+
+
+def test_what_happens_after_the_snapshot_is_in_the_same_reply_behind_it(world: World) -> None:
+    one, two = Prompt(range(24)), Prompt(range(100, 124))
+    taken: list[bytes] = []
+
+    def snapshot(prefix: bytes) -> tuple[int, list[tuple[Tier, KVChunk]]]:
+        found = world.hub.snapshot_of_tiers(prefix)
+        if not taken:
+            world.store(two)
+            world.evict(one.keys[2:])
+        taken.append(prefix)
+        return found
+
+    world.feed = Feed(ObserverContext(Settings(), "boot", BOOT, snapshot_of_tiers=snapshot))
+    world.store(one)
+    world.reader()
+    world.reader("later", OTHER)
+    engine = Follower(world.feed.take_kv_events)
+    engine.step()
+    Follower(world.feed.take_kv_events, "later").step()
+    wait_until(lambda: OTHER in taken, what="one thread prepares for both, so all for the first one is prepared")
+    reply = engine.step()
+    assert reply.whole
+    assert [event.stored for event in reply.events] == [True] * 6 + [False]
+    assert set(engine.blocks) == {*one.hashes[:4], *two.hashes} == world.readable_blocks()
 
 
 def test_a_stored_block_comes_with_its_whole_description(world: World) -> None:
