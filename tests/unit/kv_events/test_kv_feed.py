@@ -87,12 +87,11 @@ def test_what_happens_after_the_snapshot_is_in_the_same_reply_behind_it(world: W
     world.store(one)
     world.reader()
     world.reader("later", OTHER)
-    engine = Follower(world.feed.take_kv_events)
+    engine, later = (Follower(world.feed.take_kv_events, name) for name in ("engine", "later"))
     engine.step()
-    Follower(world.feed.take_kv_events, "later").step()
-    wait_until(lambda: OTHER in taken, what="one thread prepares for both, so all for the first one is prepared")
-    reply = engine.step()
-    assert reply.whole
+    # One thread prepares for both, so all for the first one is prepared. While the thread has the feed's lock replies are empty.
+    wait_until(lambda: later.step() and OTHER in taken)
+    reply = wait_until(lambda: (reply := engine.step()).whole and reply)
     assert [event.stored for event in reply.events] == [True] * 6 + [False]
     assert set(engine.blocks) == {*one.hashes[:4], *two.hashes} == world.readable_blocks()
 
