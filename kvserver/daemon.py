@@ -25,6 +25,7 @@ from kvserver.parts import Parts
 from kvserver.protocol import ConfigError
 from kvserver.routing import MatchPages
 from kvserver.server import ConfiguredTier, Endpoint, Lifelines, Server
+from kvserver.web.history import History
 from kvserver.web.pages import StatusPages
 
 log = logging.getLogger("kvserver")
@@ -123,6 +124,8 @@ def _make_pages(configuration: Configuration, parts: Parts, server: Server, http
             parts.upkeep,
             configuration.table(),
             http_token,
+            history=History(settings.history_seconds, lambda: server.call(lambda: parts.sample(server)), parts.boot_id),
+            copy_threads=settings.copy_threads,
         )
     except OSError as error:
         observability.observers.close()

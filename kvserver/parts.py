@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -60,9 +61,19 @@ from kvserver.server import (
     instance_status,
     l1_status,
     resync_of_l1,
+    take_sample,
     totals_status,
 )
-from kvserver.telemetry import BlockLifecycle, ChunkLifecycle, Explain, Family, RpcCounts, WhatIfCurve, all_families
+from kvserver.telemetry import (
+    BlockLifecycle,
+    ChunkLifecycle,
+    Explain,
+    Family,
+    ResidentAges,
+    RpcCounts,
+    WhatIfCurve,
+    all_families,
+)
 
 if TYPE_CHECKING:
     from kvserver.telemetry.otlp import OtlpMetrics
@@ -80,6 +91,7 @@ class Observability:
         self.what_if = WhatIfCurve(l1_pages, page_bytes)
         self.block_lifecycle = BlockLifecycle(settings.metrics_sample_rate)
         self.chunk_lifecycle = ChunkLifecycle(settings.metrics_sample_rate)
+        self.ages = ResidentAges()
         self.explain = Explain()
         self.traces: Traces | None = None
         self.sender: OtlpMetrics | None = None
@@ -110,6 +122,7 @@ class Observability:
             self.what_if,
             self.hub,
             self.explain,
+            self.ages,
         ]
         if self.traces is not None:
             subscribers.append(self.traces)
@@ -170,6 +183,7 @@ class Parts:
         self.lifelines = lifelines
         self._placement = placement
         self._clock = clock
+        self._tiers = tiers
         self.observability = observability = Observability(
             settings, self.boot_id, cache.pool.pages, cache.pool.page_bytes
         )
@@ -273,6 +287,10 @@ class Parts:
             ),
             refused_registrations=dict(server.rpc.refused_registrations() + self.lifelines.refused),
         )
+
+    def sample(self, server: Server) -> array[float]:
+        """From the loop's thread."""
+        return take_sample(self.instances, self.cache, self._tiers, self.bus, server.rpc)
 
     def instances_status(self) -> list[InstanceStatus]:
         now, l0 = self._clock(), self.observability.block_lifecycle

@@ -54,6 +54,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             "Authorization: Bearer, also on loopback addresses, to which every user of the machine can connect."
         ),
     ] = ""
+    history_seconds: Annotated[
+        int,
+        Meta(
+            ge=60,
+            le=7 * 86400,
+            description="How far the charts of the page at / reach back. Whatever it is, the daemon keeps 720 samples of its "
+            "counters (150 KB), taken one every five seconds for an hour, and never more than one a second.",
+        ),
+    ] = 3600
     l1_size: Annotated[
         str,
         Meta(

@@ -360,10 +360,13 @@ class Instances:
 
     def totals(self) -> Counts:
         sums = Counts()
-        sums.add(self._forgotten)
-        for instance in (*self.by_id.values(), *self.departed.values()):
-            sums.add(instance.counts)
+        for counts in self.all_counts():
+            sums.add(counts)
         return sums
+
+    def all_counts(self) -> list[Counts]:
+        """Those that totals() sums."""
+        return [self._forgotten, *(each.counts for each in (*self.by_id.values(), *self.departed.values()))]
 
     @staticmethod
     def _check_incarnation(instance: Instance, incarnation: str) -> None:

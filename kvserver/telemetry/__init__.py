@@ -4,7 +4,7 @@ Not exported here: `otlp` and `tracing`, which only a daemon with a collector lo
 which load the Prometheus client.
 """
 
-from kvserver.telemetry.benefit import MOST, PHASES, Benefit, LoadWaits
+from kvserver.telemetry.benefit import MOST, PHASES, SOURCES, Benefit, LoadWaits
 from kvserver.telemetry.block_lifecycle import BlockLifecycle
 from kvserver.telemetry.chunk_lifecycle import ChunkLifecycle
 from kvserver.telemetry.explain import Explain
@@ -12,5 +12,6 @@ from kvserver.telemetry.explain_facts import Facts
 from kvserver.telemetry.explain_text import advice, verdict
 from kvserver.telemetry.families import Family, Kind, Metric, families_of
 from kvserver.telemetry.metrics import all_families
+from kvserver.telemetry.resident_ages import ResidentAges
 from kvserver.telemetry.rpc_counts import LOOP, UNREADABLE, Rpc, RpcCounts
 from kvserver.telemetry.what_if import WhatIfCurve, merge_what_if

@@ -3,7 +3,7 @@
 Two kinds of clients are refused. A *web page* in a browser on this machine can send requests to a loopback address as any
 program can. Its requests carry its Origin, or its own name as Host if that name was made to resolve to this address (DNS
 rebinding). *Clients on the network* can connect to an address off loopback: there every client needs a token for all
-pages but those of probes and scrapers. The peer's address decides nothing: proxies and port forwarding hide it.
+pages but those of probes and scrapers, and the page's shell, which asks its user for the token. The peer's address decides nothing: proxies and port forwarding hide it.
 
 Owns: that decision. Refuses to know: sockets, pages. Immutable: any thread may call.
 """
@@ -19,6 +19,12 @@ from email.message import Message
 OPEN_PAGES = frozenset(
     {"/metrics", "/livez", "/readyz"}
 )  # to every client: these pages name models, never tokens of prompts
+
+
+def is_shell(method: str, path: str) -> bool:
+    """True for the page at `/` and its assets. They are the same for every daemon of a version; what the page shows it requests
+    with the token that its user enters."""
+    return method == "GET" and (path == "/" or path.startswith("/assets/"))
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,8 @@ class Access:
         if foreign := _foreign_origin(method, host, headers):
             return Refusal(403, "foreign_origin", foreign)
         if self._token:
+            if is_shell(method, path):
+                return None
             return self._without_token(headers.get_all("Authorization", []))
         if not self._loopback:
             return Refusal(

@@ -1,5 +1,5 @@
-"""The status pages: `/status`, `/instances`, `/metrics`, `/livez`, `/readyz`, `/config`, `/`, `/kv/snapshot`, `/explain`, and the
-commands `POST /cache/clear`, `POST /audit`, `POST /kv/match`.
+"""The status pages: `/status`, `/instances`, `/metrics`, `/livez`, `/readyz`, `/config`, `/kv/snapshot`, `/explain`, the page for
+people at `/` with its assets and `/history`, and the commands `POST /cache/clear`, `POST /audit`, `POST /kv/match`.
 
 A request is read as a whole before it is answered: first its head, which `access` decides on, then its body.
 
@@ -10,7 +10,6 @@ Owns: the pages. Refuses to know: how snapshots and the commands' results are ma
 
 from __future__ import annotations
 
-import html
 import http.client
 import io
 import json
@@ -34,9 +33,10 @@ from kvserver.server import Audit, Server, Upkeep
 from kvserver.telemetry import Family, RpcCounts
 from kvserver.telemetry.metrics_process import process_families
 from kvserver.telemetry.prometheus import render
-from kvserver.web import explain_page, snapshot_page
+from kvserver.web import explain_page, page, snapshot_page
 from kvserver.web.access import OPEN_PAGES, Access, Refusal
 from kvserver.web.connections import ANSWER_SECONDS, IDLE_SECONDS, REQUEST_SECONDS, Connections, Phase
+from kvserver.web.history import NO_HISTORY, History
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -59,8 +59,12 @@ class StatusPages(Connections):
         upkeep: Upkeep,
         settings: Mapping[str, Any] = {},
         token: str = "",
+        *,
+        history: History = NO_HISTORY,
+        copy_threads: int = 1,
     ) -> None:
-        """`upkeep` is called in the loop's thread. `settings`: shown by `/config`. `token`: clients must send it."""
+        """`upkeep` is called in the loop's thread. `settings`: shown by `/config`. `token`: clients must send it.
+        `copy_threads`: with so many memcpy is measured."""
         super().__init__(address, _Handler)
         self.access = Access(str(self.server_address[0]), address[0], token)
         self.kvserver = server
@@ -68,6 +72,7 @@ class StatusPages(Connections):
         self.upkeep = upkeep
         self.settings = settings
         self.explain = observability.explain
+        self.page_data = page.Data(history, observability.ages, page.Memcpy(copy_threads))
         self.make_kv_snapshot = observability.publisher.snapshot if observability.publisher is not None else None
         self.cut_off_reason = observability.observers.cut_off_reason
         self._make_families = observability.families
@@ -80,6 +85,10 @@ class StatusPages(Connections):
 
     def start(self) -> None:
         self._thread.start()
+
+    def service_actions(self) -> None:
+        super().service_actions()
+        self.page_data.history.tick()
 
     def close(self) -> None:
         self.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts: it ends at once
@@ -241,7 +250,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         page = _PAGES.get(f"{self.command} {self._page_name if self.command == 'GET' else self.path}")
         if page is None:
-            self._send(404, f"no page {self.path}; there are {', '.join(_PAGES)}\n")
+            self._send(404, f"no page {self.path}; there are {_LISTED}\n")
             return
         try:
             page(self)
@@ -308,15 +317,27 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(code, json.dumps({"audit": outcome.value}), "application/json")
 
     def _page(self) -> None:
-        text = html.escape(msgspec.json.format(msgspec.json.encode(self.server.snapshot()[0])).decode())
-        self._send(200, f"<!doctype html><title>kvserver</title><h1>kvserver</h1><pre>{text}</pre>\n", "text/html")
+        code, body, content_type, headers = page.asset(self._page_name, self.headers.get("If-None-Match", ""))
+        self._send(code, body, content_type, headers)
 
-    def _send(self, code: int, body: str | bytes, content_type: str = "text/plain; charset=utf-8") -> None:
+    def _history(self) -> None:
+        code, body = self.server.page_data.answer(self.path.partition("?")[2])
+        self._send(code, body, "application/json")
+
+    def _send(
+        self,
+        code: int,
+        body: str | bytes,
+        content_type: str = "text/plain; charset=utf-8",
+        headers: Mapping[str, str] = {},
+    ) -> None:
         raw = body.encode() if isinstance(body, str) else body
         self.send_response(code)
         self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(raw)))
         self.send_header("X-Content-Type-Options", "nosniff")
+        for name, value in headers.items():
+            self.send_header(name, value)
         if code == 401:
             self.send_header("WWW-Authenticate", "Bearer")
         if code == 503:
@@ -331,7 +352,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 _PAGES: dict[str, Callable[[_Handler], None]] = {
-    "GET /": _Handler._page,
+    **{f"GET {name}": _Handler._page for name in page.ASSETS},
+    "GET /history": _Handler._history,
     "GET /status": _Handler._status,
     "GET /instances": _Handler._instances,
     "GET /metrics": _Handler._metrics,
@@ -344,3 +366,4 @@ _PAGES: dict[str, Callable[[_Handler], None]] = {
     "POST /audit": _Handler._audit,
     "POST /kv/match": _Handler._match,
 }
+_LISTED = ", ".join(name for name in _PAGES if not name.startswith("GET /assets/"))

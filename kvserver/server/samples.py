@@ -1,0 +1,63 @@
+"""What the charts of the page show of one moment: counters and gauges, as floats in the order of `SERIES`.
+
+Cheaper than `/status`: nothing is copied, and what grows with the number of engines is a few additions for each. From the
+loop's thread. Refuses to know: how many samples are kept (`web.history`).
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Sequence
+
+from kvserver.cache import Cache
+from kvserver.events import Bus
+from kvserver.server.instances import Counts, Instances
+from kvserver.server.tiers import ConfiguredTier
+from kvserver.telemetry import SOURCES, Rpc
+
+_COUNTED = (
+    "lookup_tokens",
+    "hit_tokens",
+    "stored_bytes",
+    "loaded_bytes",
+    "store_nanos",
+    "load_nanos",
+    "failed_stores",
+    "failed_loads",
+)
+COUNTERS = (
+    *(f"prompt_tokens_{source}" for source in SOURCES),
+    *_COUNTED,
+    "prefill_seconds_gained",
+    "prefill_seconds_lost",
+    "errors",
+    "dropped_events",
+    "evicted_chunks",
+)
+GAUGES = ("l1_used_bytes", "l2_used_bytes", "engines")
+SERIES = ("time", *COUNTERS, *GAUGES)  # time: seconds since 1970
+
+
+def take_sample(
+    instances: Instances, cache: Cache, tiers: Sequence[ConfiguredTier], bus: Bus, rpc: Rpc
+) -> array[float]:
+    """One float for each of SERIES."""
+    counts: list[Counts] = instances.all_counts()
+    benefits = [each.benefit for each in counts]
+    return array(
+        "d",
+        (
+            time.time(),
+            *(sum(benefit.prompt_tokens[source] for benefit in benefits) for source in SOURCES),
+            *(sum(getattr(each, name) for each in counts) for name in _COUNTED),
+            sum(benefit.gained_seconds for benefit in benefits),
+            sum(benefit.lost_seconds for benefit in benefits),
+            rpc.faults,
+            sum(bus.dropped.values()),
+            cache.evicted_chunks,
+            cache.pool.used_pages * cache.pool.page_bytes,
+            sum(each.tier.status().used_bytes for each in tiers),
+            len(instances.by_id),
+        ),
+    )
