@@ -3,7 +3,7 @@
 import { clock } from "./format.js";
 
 const { uPlot } = window;
-const HEIGHT = 190;
+const HEIGHT = 180;
 const DASHES = [[], [7, 4], [2, 3]];
 
 function colours() {
@@ -74,7 +74,7 @@ class Chart {
       cursor: { show: false },
       scales: { y: { range: (_, __, most) => [0, this.top ?? (most > 0 ? most * 1.1 : 1)] } },
       axes: [
-        { ...axis, grid: { show: false }, space: 70, values: (_, times) => times.map((time) => clock(time, this.history.span < 300)) },
+        { ...axis, size: 30, grid: { show: false }, space: 70, values: (_, times) => times.map((time) => clock(time, this.history.span < 300)) },
         { ...axis, size: 58, space: 40, values: (_, values) => values.map(this.format) },
       ],
       series: [

@@ -3,6 +3,7 @@
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 
 export function count(value) {
+  if (value !== 0 && Math.abs(value) < 10 && !Number.isInteger(value)) return value.toFixed(1);
   if (Math.abs(value) < 1e5) return whole.format(value);
   for (const [unit, size] of [["T", 1e12], ["G", 1e9], ["M", 1e6], ["k", 1e3]]) {
     if (Math.abs(value) >= size) return `${(value / size).toPrecision(3)} ${unit}`;
@@ -33,9 +34,10 @@ export function percent(part, all) {
 
 export function duration(seconds) {
   if (seconds < 60) return `${seconds < 10 ? seconds.toFixed(1) : seconds.toFixed(0)} s`;
-  if (seconds < 3600) return `${Math.floor(seconds / 60)} min`;
-  if (seconds < 86400) return `${Math.floor(seconds / 3600)} h ${Math.floor((seconds % 3600) / 60)} min`;
-  return `${Math.floor(seconds / 86400)} d ${Math.floor((seconds % 86400) / 3600)} h`;
+  const parts = (large, small, one, other) => `${Math.floor(large)} ${one}${Math.floor(small) ? ` ${Math.floor(small)} ${other}` : ""}`;
+  if (seconds < 3600) return parts(seconds / 60, 0, "min", "");
+  if (seconds < 86400) return parts(seconds / 3600, (seconds % 3600) / 60, "h", "min");
+  return parts(seconds / 86400, (seconds % 86400) / 3600, "d", "h");
 }
 
 /** "14:05", or "14:05:09", of the browser's time zone. */

@@ -14,17 +14,21 @@ export function showHealth(status, history, extra) {
   setList("tiers", tiers.map((tier) => [tier.name, tier.state, tier.failure, tier.used_bytes, tier.size_bytes, tier.objects, tier.evictions]), () => [tierTable(tiers)]);
   setList("ages", [extra.ages, status.l2.length], () => ageRows(extra.ages, status.l2));
   showCopies(history, extra.memcpy_bytes_per_second);
-  setList("faults", faults, () => [
-    table("Errors and events", ["What", `#${lately(history)}`, "#since the start"], faults.map(([name, recent, all]) => [name, recent === null ? "–" : number(recent), number(all)])),
-  ]);
+  setList("faults", faults, () => faultList(faults, lately(history)));
 }
 
 function l1Of(l1) {
   return { name: "L1", state: "ready", used_bytes: l1.used_bytes, size_bytes: l1.size_bytes, objects: l1.chunks, evictions: l1.evictions };
 }
 
-function number(value) {
-  return el("span", { class: value ? "mark bad" : null }, value ? exact(value) : "none");
+function faultList(faults, when) {
+  const happened = faults.filter(([, recent, all]) => recent || all);
+  const none = faults.filter((fault) => !happened.includes(fault)).map(([name]) => name.toLowerCase());
+  const number = (value) => (value === null ? "–" : exact(value));
+  return [
+    happened.length ? table("Errors and events", ["What", `#${when}`, "#since the start"], happened.map(([name, recent, all]) => [name, el("span", { class: recent ? "mark bad" : null }, number(recent)), number(all)])) : null,
+    none.length ? el("p", { class: "note" }, `None since the start: ${none.join(", ")}.`) : null,
+  ].filter(Boolean);
 }
 
 /** Name, number lately (null: not known), number since the start. */

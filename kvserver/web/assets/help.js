@@ -17,9 +17,9 @@ function chartOf(id, make) {
   return charts[id];
 }
 
-/** How far back the page looks, in words. */
+/** How far back the page looks, in words: a daemon that is younger has counted nothing before. */
 export function lately(history) {
-  return history.span < history.seconds * 0.95 ? `the last ${duration(Math.max(1, history.span))}` : `the last ${duration(history.seconds)}`;
+  return history.seconds === 3600 ? "the last hour" : `the last ${duration(history.seconds)}`;
 }
 
 export function showHelp(history) {

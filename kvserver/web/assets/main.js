@@ -48,7 +48,7 @@ async function show() {
     explainedAt = -Infinity;
   }
   if (performance.now() - explainedAt > EXPLAIN_MS) {
-    explained = await getJson("explain?minutes=60&limit=5");
+    explained = await getJson("explain?minutes=60&limit=50");
     explainedAt = performance.now();
   }
   byId("token").hidden = true;

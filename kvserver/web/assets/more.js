@@ -1,16 +1,28 @@
 // "What would help more?": other sizes of L1, and the worst requests of the last hour.
 
 import { bar, el, setList, setText, table } from "./dom.js";
-import { bytes, count, duration, exact, percent } from "./format.js";
+import { bytes, count, exact, percent, plural } from "./format.js";
+
+const MOST_CAUSES = 5;
 
 export function showMore(status, explained) {
   const curve = status.what_if;
   const measured = curve !== undefined && curve.looked_up_tokens > 0;
   setText("more-answer", measured ? answer(curve) : "What L1 of other sizes would have found is not measured yet.");
   setList("what-if", measured ? curve.sizes.map((one) => [one.size, one.size_bytes, one.would_hit_tokens]) : null, () => (measured ? [curveTable(curve)] : []));
-  const worst = explained.requests.filter((request) => request.tokens.computed !== 0 && request.outcome !== "hit");
-  setList("misses", worst.map((request) => [request.request_id, request.verdict, Math.round(request.age_seconds / 60)]), () =>
-    worst.length ? [el("ol", {}, ...worst.map(miss))] : [el("p", { class: "note" }, "No request of the last hour computed tokens that whole chunks could have given.")]);
+  const causes = causesOf(explained.requests.filter((request) => request.tokens.computed !== 0 && request.outcome !== "hit"));
+  setList("misses", causes.map((requests) => requests.map((request) => [request.request_id, request.verdict])), () =>
+    causes.length ? [el("ol", {}, ...causes.map(cause))] : [el("p", { class: "note" }, "No request of the last hour computed tokens that whole chunks could have given.")]);
+}
+
+/** Requests with the same advice together: the worst first, as the daemon orders them. */
+function causesOf(requests) {
+  const causes = new Map();
+  for (const request of requests) {
+    const key = request.advice.join(" ") || request.verdict;
+    causes.set(key, [...(causes.get(key) ?? []), request]);
+  }
+  return [...causes.values()].slice(0, MOST_CAUSES);
 }
 
 function nameOf(one) {
@@ -43,12 +55,20 @@ function curveTable(curve) {
   );
 }
 
-function miss(request) {
+function named(requests, field) {
+  return [...new Set(requests.map((request) => request[field]))].join(", ");
+}
+
+function cause(requests) {
+  const [worst] = requests;
+  const tokens = requests.reduce((sum, request) => sum + request.tokens.avoidable, 0);
   return el(
     "li",
     {},
-    el("p", { class: "verdict" }, `${request.verdict}.`),
-    ...request.advice.map((text) => el("p", { class: "advice" }, text)),
-    el("p", { class: "note" }, `${request.instance_id}, ${request.model_name}, ${duration(request.age_seconds)} ago, ${exact(request.tokens.avoidable)} tokens could have been had. `, el("code", {}, `kvserver explain ${request.request_id}`)),
+    el("p", { class: "verdict" }, `${worst.verdict}.`),
+    ...worst.advice.map((text) => el("p", {}, text)),
+    el("p", { class: "note" },
+      `${plural(requests.length, "request")} of ${named(requests, "instance_id")} (${named(requests, "model_name")}); `,
+      `${exact(tokens)} tokens could have been had. `, el("code", {}, `kvserver explain ${worst.request_id}`)),
   );
 }
