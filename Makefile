@@ -34,10 +34,13 @@ endif
 PIP := -m pip --disable-pip-version-check -q
 CONSTRAINTS := -c tests/constraints.txt
 PY_SOURCES := $(sort $(shell find kvserver adapters -name '*.py' -o -name '*.pyi'))
+ASSETS := $(sort $(shell find kvserver/web/assets -type f) kvserver/METRICS.md)
 NATIVE_SOURCES := $(sort $(shell find csrc -type f -not -name '*.md') CMakeLists.txt pyproject.toml)
 CPP_SOURCES := $(sort $(shell find csrc tests/native bench/native -path csrc/third_party -prune -o \( -name '*.cpp' -o -name '*.cu' -o -name '*.h' \) -print))
 # The one on PATH, or Debian's, below build/.
 PROMTOOL := $(or $(shell command -v promtool),build/promtool/usr/bin/promtool)
+# The browser and its driver: those on PATH, or Debian's, below build/. Without either the tests of the page are skipped.
+BROWSER := $(if $(shell command -v chromium && command -v chromedriver),,build/chromium/chromedriver)
 # Not `python -m pytest`: that puts this folder first, whose kvserver/ has no native module, before the installed one.
 PYTEST := pytest -q
 # Not in pytest's own settings: a test that is named runs, whatever its marks.
@@ -82,7 +85,7 @@ test: test-core test-gpu-simulated
 	@if $(MAKE) $(VENV_VLLM)/.installed; then $(MAKE) test-vllm; \
 	else echo 'make test: SKIPPED the tests with a real vLLM: its venv could not be built, see above'; fi
 
-test-core: $(VENV)/.installed build/wheel/.built
+test-core: $(VENV)/.installed build/wheel/.built $(BROWSER)
 	$(VENV)/bin/$(PYTEST) $(LANES) $(DAILY) $(CORE_TESTS) $(ARGS)
 
 # Engines there need torch. Without a GPU all is skipped.
@@ -101,7 +104,7 @@ test-vllm: $(VENV)/.installed $(VENV_VLLM)/.installed
 	$(IN_VLLM) $(LANES) --no-loadscope-reorder $(DAILY) $(REAL_ENGINES) $(addprefix --ignore=,$(RANKS)) $(ARGS) || $(NONE_SELECTED)
 	$(IN_VLLM) $(DAILY) $(RANKS) $(ARGS) || $(NONE_SELECTED)
 
-test-long: $(VENV)/.installed $(VENV_VLLM)/.installed
+test-long: $(VENV)/.installed $(VENV_VLLM)/.installed $(BROWSER)
 	KVSERVER_TEST_PROPERTIES=long $(VENV)/bin/$(PYTEST) -m "long or hypothesis" $(CORE_TESTS) $(ARGS)
 	KVSERVER_TEST_PROPERTIES=long $(IN_VLLM) -m "long or hypothesis" $(ENGINE_TESTS) $(ARGS)
 
@@ -139,6 +142,9 @@ rules: $(VENV)/.installed $(PROMTOOL)
 build/promtool/usr/bin/promtool:
 	bash .ci/promtool.sh build/promtool
 
+build/chromium/chromedriver:
+	bash .ci/chromium.sh build/chromium
+
 sanitize: $(VENV)/.installed
 	for kind in address,undefined thread; do \
 		$(VENV)/bin/cmake -S . -B build/sanitize-$${kind%%,*} -G Ninja -DKVSERVER_SANITIZE=$$kind \
@@ -173,7 +179,7 @@ $(VENV)/.files: FORCE
 	@echo '$(PY_SOURCES)' | cmp -s - $@ || echo '$(PY_SOURCES)' > $@
 
 # Most of the native build is there already, of the editable install.
-build/wheel/.built: $(PY_SOURCES) $(NATIVE_SOURCES) $(VENV)/.installed
+build/wheel/.built: $(PY_SOURCES) $(ASSETS) $(NATIVE_SOURCES) $(VENV)/.installed
 	rm -rf build/wheel
 	$(VENV)/bin/python $(PIP) wheel --no-deps --no-build-isolation -w build/wheel .
 	touch $@

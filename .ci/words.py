@@ -129,7 +129,7 @@ LOCKS = re.compile(r"(?<![bc])lock|mutex|\bGIL\b|semaphore", re.IGNORECASE)
 
 # Not read: history, results, generated and recorded files, the license, and this table with its test.
 SKIPPED = re.compile(
-    r"^(?:CHANGELOG\.md|LICENSE|bench/results/.*|deploy/grafana/kvserver\.json|tests/daemon/status_shape\.txt|\.ci/words\.py|csrc/third_party/.*|tests/test_words\.py)$"
+    r"^(?:CHANGELOG\.md|LICENSE|bench/results/.*|deploy/grafana/kvserver\.json|tests/daemon/status_shape\.txt|\.ci/words\.py|csrc/third_party/.*|kvserver/web/assets/vendor/.*|tests/test_words\.py)$"
 )
 TEXT = {".yaml", ".yml", ".toml", ".sh", ".conf", ".service", ".cmake", ".txt"}
 TEXT_NAMES = {"Makefile", "CMakeLists.txt", "Dockerfile", "run"}
