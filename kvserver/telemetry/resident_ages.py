@@ -83,7 +83,7 @@ class _Tier:
 
     def counts(self, now_ns: int) -> AgeCounts:
         stored = list(self._stored_ns.values())  # one step for the interpreter: the bus's thread goes on
-        ages = [max(0.0, (now_ns - ns) * 1e-9) for ns in stored if ns != _UNKNOWN_NS]
+        ages = [max(0.0, (now_ns - ns) / 1e9) for ns in stored if ns != _UNKNOWN_NS]
         counts = [0] * (len(AGE_SECONDS) + 1)
         for age in ages:
             counts[bisect_left(AGE_SECONDS, age)] += 1

@@ -36,7 +36,7 @@ class Memcpy:
     def _measure(self) -> None:
         try:
             free, _ = available_memory()
-            if 2 * _BYTES <= free * _MOST_OF_FREE:
+            if free * _MOST_OF_FREE >= 2 * _BYTES:
                 self._measured = round(_best(self._threads))
         except (OSError, ValueError, RuntimeError) as error:  # no memory, no thread: the page shows no ceiling
             log.warning("the speed of memcpy could not be measured: %s", error)
