@@ -3,7 +3,7 @@
 Two kinds of clients are refused. A *web page* in a browser on this machine can send requests to a loopback address as any
 program can. Its requests carry its Origin, or its own name as Host if that name was made to resolve to this address (DNS
 rebinding). *Clients on the network* can connect to an address off loopback: there every client needs a token for all
-pages but those of probes and scrapers, and the page's shell, which asks its user for the token. The peer's address decides nothing: proxies and port forwarding hide it.
+pages but those of probes and scrapers, and the page's shell, which has a form for the token. The peer's address decides nothing: proxies and port forwarding hide it.
 
 Owns: that decision. Refuses to know: sockets, pages. Immutable: any thread may call.
 """

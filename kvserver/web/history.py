@@ -30,14 +30,14 @@ class History:
     def __init__(
         self,
         seconds: float,
-        take: Callable[[], Future[array[float]]],
+        take_sample: Callable[[], Future[array[float]]],
         boot_id: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.boot_id = boot_id
         self.seconds = seconds
         self.interval_seconds = max(_LEAST_INTERVAL_SECONDS, seconds / SAMPLES)
-        self._take, self._clock = take, clock
+        self._take_sample, self._clock = take_sample, clock
         self._due = clock()
         self._pending: Future[array[float]] | None = None
         self._rows: deque[array[float]] = deque(maxlen=max(1, int(seconds / self.interval_seconds)))
@@ -57,7 +57,7 @@ class History:
         now = self._clock()
         if now >= self._due:
             self._due = now + self.interval_seconds
-            self._pending = self._take()
+            self._pending = self._take_sample()
 
     def since(self, number: int) -> Samples:
         """The samples from that number on, as far as they are kept."""

@@ -66,5 +66,7 @@ def _best(threads: int) -> float:
         for worker in workers:
             worker.join()
         del views[:]
-    spans = [max(ended for _, ended in each) - min(began for began, _ in each) for each in times if len(each) == threads]
+    spans = [
+        max(ended for _, ended in each) - min(began for began, _ in each) for each in times if len(each) == threads
+    ]
     return part * threads / min(spans[1:])

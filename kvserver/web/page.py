@@ -73,7 +73,9 @@ class Data:
         """HTTP code and JSON."""
         asked = re.fullmatch(r"(?:since=([0-9]{1,15}))?", query)
         if asked is None:
-            return 400, json.dumps({"error": "bad_parameter", "message": "since=N is the only parameter, N a number"}) + "\n"
+            return 400, json.dumps(
+                {"error": "bad_parameter", "message": "since=N is the only parameter, N a number"}
+            ) + "\n"
         first, rows = self.history.since(int(asked[1] or 0))
         shown = {
             "boot_id": self.history.boot_id,

@@ -37,6 +37,7 @@ from kvserver.web import explain_page, page, snapshot_page
 from kvserver.web.access import OPEN_PAGES, Access, Refusal
 from kvserver.web.connections import ANSWER_SECONDS, IDLE_SECONDS, REQUEST_SECONDS, Connections, Phase
 from kvserver.web.history import NO_HISTORY, History
+from kvserver.web.memcpy import Memcpy
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -72,7 +73,7 @@ class StatusPages(Connections):
         self.upkeep = upkeep
         self.settings = settings
         self.explain = observability.explain
-        self.page_data = page.Data(history, observability.ages, page.Memcpy(copy_threads))
+        self.page_data = page.Data(history, observability.ages, Memcpy(copy_threads))
         self.make_kv_snapshot = observability.publisher.snapshot if observability.publisher is not None else None
         self.cut_off_reason = observability.observers.cut_off_reason
         self._make_families = observability.families

@@ -1,4 +1,4 @@
-"""The page at `/` in a real Chromium: what it shows is what the daemon counts, whoever names engines and models, and it goes on
+"""The page at `/` in a real Chromium: what it shows is what the daemon counts, names of engines and models are text, and it goes on
 through a restart."""
 
 from __future__ import annotations
@@ -49,9 +49,13 @@ def chromium() -> Iterator[Browser]:
 def browser(chromium: Browser) -> Iterator[Browser]:
     """After every test: the browser saw no violation of the page's policy, no error of a script, and requested nothing elsewhere."""
     yield chromium
-    expected = re.compile(r"ERR_CONNECTION_REFUSED|ERR_CONNECTION_RESET|ERR_EMPTY_RESPONSE|status of 401|ERR_NETWORK_CHANGED")
+    expected = re.compile(
+        r"ERR_CONNECTION_REFUSED|ERR_CONNECTION_RESET|ERR_EMPTY_RESPONSE|status of 401|ERR_NETWORK_CHANGED"
+    )
     assert not [line for line in chromium.log() if not expected.search(line)]
-    assert not chromium.run("return performance.getEntriesByType('resource').map((e) => e.name).filter((n) => !n.startsWith(origin))")
+    assert not chromium.run(
+        "return performance.getEntriesByType('resource').map((e) => e.name).filter((n) => !n.startsWith(origin))"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +80,12 @@ def busy(folder: Path) -> Iterator[Daemon]:
             for key in keys:  # more than L1 has room for
                 worker.store([key], worker.blocks_for(1))
             worker.lookup(keys[:15], f"evicted {number}")
-            worker.end_request(f"evicted {number}", prompt_tokens=1000, local_tokens=250, loaded_tokens=600, l2_tokens=100, loads=1)
-            worker.send(worker.stats_message(running=3 + number, waiting=number, kv_cache_usage=0.25, interval_seconds=60))
+            worker.end_request(
+                f"evicted {number}", prompt_tokens=1000, local_tokens=250, loaded_tokens=600, l2_tokens=100, loads=1
+            )
+            worker.send(
+                worker.stats_message(running=3 + number, waiting=number, kv_cache_usage=0.25, interval_seconds=60)
+            )
         workers[0].lookup(make_keys(4))
         wait_until(lambda: sum(daemon.status()["totals"]["prompt_tokens"].values()) == 3000)
         wait_until(lambda: (tier := daemon.status()["l2"][0])["objects"] and not tier["queue_objects"])
@@ -106,7 +114,9 @@ def test_it_shows_what_the_status_has(browser: Browser, busy: Daemon) -> None:
     assert status["boot_id"] in browser.text("#identity")
     assert browser.text("#ready").strip() == "Ready"
     script = "return Object.fromEntries([...document.querySelectorAll('[data-source]')].map((e) => [e.dataset.source, +e.querySelector('[data-tokens]').dataset.tokens]))"
-    assert browser.run(script) == status["totals"]["prompt_tokens"] == {"l0": 750, "l1": 1500, "l2": 300, "computed": 450}
+    assert (
+        browser.run(script) == status["totals"]["prompt_tokens"] == {"l0": 750, "l1": 1500, "l2": 300, "computed": 450}
+    )
     assert browser.text("[data-figure=not-computed]") == "85.0%"
     totals, l1, tier = status["totals"], status["l1"], status["l2"][0]
     assert browser.text("[data-figure=hit-rate]") == f"{100 * totals['hit_tokens'] / totals['lookup_tokens']:.1f}%"
@@ -182,7 +192,9 @@ def test_it_goes_on_through_a_restart_of_the_daemon(
     browser.wait_for_text("[data-figure=prompt-tokens]", "1,000")
     browser.run("window.same = true")
     daemon.kill()
-    assert re.search(r"since \d\d:\d\d:\d\d\. What is below is of", browser.wait_for_text("#unreachable", "Not reachable"))
+    assert re.search(
+        r"since \d\d:\d\d:\d\d\. What is below is of", browser.wait_for_text("#unreachable", "Not reachable")
+    )
     assert browser.text("#ready").strip() == "Not reachable"
     assert browser.text("[data-figure=prompt-tokens]") == "1,000"
     daemon.flags["http_port"] = daemon.http_port
@@ -246,11 +258,13 @@ def test_it_can_be_read_without_colour_and_used_by_keyboard(browser: Browser, bu
     assert reached
 
 
-def test_nothing_is_requested_while_nobody_looks(browser: Browser, busy: Daemon) -> None:
+def test_a_hidden_page_requests_nothing(browser: Browser, busy: Daemon) -> None:
     browser.open(busy)
     count = "return performance.getEntriesByType('resource').filter((e) => e.name.endsWith('/status')).length"
     wait_until(lambda: browser.run(count) >= 2, 20)
-    browser.run("""Object.defineProperty(document, "hidden", { get: () => window.away, configurable: true }); window.away = true""")
+    browser.run(
+        """Object.defineProperty(document, "hidden", { get: () => window.away, configurable: true }); window.away = true"""
+    )
     # The look that has begun ends, and begins no other: after it there is no timer any more.
     ended = """const done = arguments[0], before = () => performance.getEntriesByType('resource').length; let last = before();
       const again = () => { const now = before(); if (now === last) done(now); else { last = now; setTimeout(again, 2500); } };

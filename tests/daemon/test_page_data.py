@@ -87,7 +87,9 @@ def test_the_page_names_nothing_outside_of_this_daemon() -> None:
     for file in ASSETS.glob("*.*"):
         text = file.read_text().replace('xmlns="http://www.w3.org/2000/svg"', "")
         assert not re.search(r"https?://|//[\w-]+\.\w", text), file
-        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|\bstyle=|\bon\w+=\"", text), file
+        assert not re.search(
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|\bstyle=|\bon\w+=\"", text
+        ), file
 
 
 def test_samples_add_up_to_the_status(make_daemon: Callable[..., Daemon], make_worker: Callable[..., Worker]) -> None:
@@ -120,7 +122,9 @@ def test_only_new_samples_are_sent(make_daemon: Callable[..., Daemon]) -> None:
     assert history(daemon, "?since=999999999")["rows"] == []
 
 
-@pytest.mark.parametrize("query", ["?since=-1", "?since=x", "?since=", "?other=1", "?since=1&since=2", "?since=" + "9" * 40])
+@pytest.mark.parametrize(
+    "query", ["?since=-1", "?since=x", "?since=", "?other=1", "?since=1&since=2", "?since=" + "9" * 40]
+)
 def test_a_bad_number_is_refused(locked: Daemon, query: str) -> None:
     code, _, body = get(locked, "/history" + query, Authorization=f"Bearer {TOKEN}")
     assert (code, json.loads(body)["error"]) == (400, "bad_parameter")

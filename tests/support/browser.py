@@ -39,7 +39,9 @@ class Browser:
             options.add_argument(f"--{flag}")
         options.add_argument("--disable-background-networking")
         options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-        self.driver = Chrome(options=options, service=ChromeService(_program("chromedriver")))  # its path: none is downloaded
+        self.driver = Chrome(
+            options=options, service=ChromeService(_program("chromedriver"))
+        )  # its path: none is downloaded
         self.driver.set_page_load_timeout(30)
 
     def open(self, daemon: Daemon, width: int = 1200, height: int = 900, dark: bool = False) -> None:

@@ -58,7 +58,7 @@ export class History {
   }
 
   /** Columns for a chart: times and, for each function, its value of a point; neighbours are joined so that at most `most` remain. */
-  columns(functions, most = 180) {
+  columns(functions, most = 120) {
     const size = Math.max(1, Math.ceil(this.points.length / most));
     const joined = [];
     for (const point of this.points) {

@@ -79,7 +79,7 @@ def test_a_chunk_is_as_old_as_its_store(ages: Ages, tier: str, store: Make, remo
 
 
 @TIERS
-def test_what_left_is_not_counted_and_begins_anew_when_it_comes_back(
+def test_what_left_is_not_counted_and_is_young_when_it_comes_back(
     ages: Ages, tier: str, store: Make, remove: Make
 ) -> None:
     keys = b"".join(make_keys(3))

@@ -18,7 +18,7 @@ class Loop:
         self.calls: list[Future[array[float]]] = []
         self.taken = 0
 
-    def take(self) -> Future[array[float]]:
+    def take_sample(self) -> Future[array[float]]:
         self.calls.append(Future())
         return self.calls[-1]
 
@@ -42,7 +42,7 @@ def loop() -> Loop:
 
 
 def made(loop: Loop, seconds: float) -> History:
-    return History(seconds, loop.take, clock=lambda: loop.now)
+    return History(seconds, loop.take_sample, clock=lambda: loop.now)
 
 
 def numbers(history: History, since: int = 0) -> tuple[int, list[float]]:
