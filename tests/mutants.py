@@ -220,6 +220,45 @@ WHAT_IF_CURVE = (
     ),
 )
 
+HISTORY, AGES = "kvserver/web/history.py", "kvserver/telemetry/resident_ages.py"
+HISTORY_TESTS, AGES_TESTS = ("unit/web/test_history.py",), ("unit/telemetry/test_resident_ages.py",)
+PAGE_TESTS = ("daemon/test_page_data.py",)
+
+PAGE_AND_HISTORY = (
+    Mutant(
+        "a sample is begun each time that it might be due",
+        HISTORY,
+        "History.tick",
+        "now >= self._due",
+        "True",
+        HISTORY_TESTS,
+    ),
+    Mutant(
+        "a number that is no longer kept begins with the wrong sample",
+        HISTORY, "History.since", "islice(self._rows, first - (self._taken - len(self._rows)), None)", "self._rows", HISTORY_TESTS,
+    ),
+    Mutant(
+        "a chunk that a resync names is as young as the resync",
+        AGES, "_Tier.add", "if stored_ns == _UNKNOWN_NS", "if False", AGES_TESTS,
+    ),
+    Mutant("an evicted chunk is still counted by its age", AGES, "_Tier.remove", "self._stored_ns.pop", "self._before.pop", AGES_TESTS),
+    Mutant("the sample of ages grows without limit", AGES, "_Tier.add", "> self._most", "> 1 << 60", AGES_TESTS),
+    Mutant("a clear of one namespace forgets the ages of all", AGES, "_Tier.clear", "not name.startswith(prefix)", "False", AGES_TESTS),
+    Mutant(
+        "the history is a part of the shell, which needs no token",
+        "kvserver/web/access.py", "is_shell", 'path == "/"', 'path in ("/", "/history")', PAGE_TESTS,
+    ),
+    Mutant(
+        "another site's page gets the shell of a daemon that needs a token",
+        "kvserver/web/access.py", "Access.refusal", "if foreign := _foreign_origin(method, host, headers)",
+        "if not is_shell(method, path) and (foreign := _foreign_origin(method, host, headers))", PAGE_TESTS,
+    ),
+    Mutant(
+        "samples leave out instances that disconnected",
+        "kvserver/server/instances.py", "Instances.all_counts", "(*self.by_id.values(), *self.departed.values())", "self.by_id.values()", PAGE_TESTS,
+    ),
+)  # fmt: skip
+
 STORES_AND_LOADS = (
     # ---- what each model has ------------------------------------------------------------------
     Mutant(
@@ -2401,6 +2440,7 @@ L2_AND_L1 = (
 MUTANTS = (
     REPLAY
     + WHAT_IF_CURVE
+    + PAGE_AND_HISTORY
     + L2_AND_L1
     + FILE_TIERS
     + REMOTE_TIERS

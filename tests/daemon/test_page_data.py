@@ -109,6 +109,9 @@ def test_samples_add_up_to_the_status(make_daemon: Callable[..., Daemon], make_w
     assert shown["engines"] == 1
     assert column(found, "time") == sorted(column(found, "time"))
     assert found["ages"]["l1"]["counts"] == [1, 0, 0, 0, 0]
+    worker.close()
+    wait_until(lambda: column(history(daemon), "engines")[-1] == 0)
+    assert column(history(daemon), "prompt_tokens_l0")[-1] == 250, "counters never fall"
 
 
 def test_only_new_samples_are_sent(make_daemon: Callable[..., Daemon]) -> None:
