@@ -137,6 +137,20 @@ def test_it_shows_what_the_status_has(browser: Browser, busy: Daemon) -> None:
     assert float(rows(browser, "#copies")["Loads, L1 to L0"][2]) > 0
 
 
+def test_it_shows_what_l1_of_other_sizes_would_have_found(browser: Browser, busy: Daemon) -> None:
+    browser.open(busy)
+    browser.wait_for_text("#more-answer", "would have found")
+    curve = busy.status()["what_if"]
+    names = {"1": "as it is", "unlimited": "unlimited"}
+    shown = {head: (cells[2], cells[3]) for head, cells in rows(browser, "#what-if").items()}
+    assert shown == {
+        names.get(one["size"], f"{one['size']} times"): (
+            f"{one['would_hit_tokens']:,}", f"{100 * one['would_hit_tokens'] / curve['looked_up_tokens']:.1f}%",
+        )
+        for one in curve["sizes"]
+    }  # fmt: skip
+
+
 def test_worst_requests_are_explained_as_the_command_explains_them(browser: Browser, busy: Daemon) -> None:
     browser.open(busy)
     browser.wait_for_text("#misses", "kvserver explain")
