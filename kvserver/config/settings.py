@@ -50,8 +50,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         str,
         Meta(
             description="File with a token of 16 characters or more, read at the start; other users must not be "
-            "able to read it (chmod 600). All pages but /metrics, /livez and /readyz then require the token as "
-            "Authorization: Bearer, also on loopback addresses, to which every user of the machine can connect."
+            "able to read it (chmod 600). All pages but /metrics, /livez, /readyz and the shell of the page at /, which has "
+            "no data, then require the token as Authorization: Bearer, also on loopback addresses, to which every user of the machine can connect."
         ),
     ] = ""
     history_seconds: Annotated[

@@ -80,6 +80,7 @@ def check_store_and_load(programs: Path) -> None:
     try:
         code = f"from support.worker import Worker\nwith Worker({daemon.endpoint!r}) as worker: worker.round_trip()"
         run(programs / "python", "-c", code, PYTHONPATH=str(ROOT / "tests"))
+        assert [daemon.http(page)[0] for page in ("/", "/assets/main.js", "/assets/METRICS.md")] == [200] * 3
         assert daemon.metric("kvserver_store_bytes_total") == daemon.metric("kvserver_load_bytes_total") != 0
         assert daemon.terminate() == 0
     finally:
