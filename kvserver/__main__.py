@@ -1,4 +1,4 @@
-"""The command line: `kvserver serve`, `status`, `explain`, `replay` and `doctor`.
+"""The command line: `kvserver serve`, `status`, `explain`, `replay`, `doctor`, and those of `cli.commands`.
 
 Owns: the commands and exit codes. Refuses to know: how anything is done.
 """
@@ -13,6 +13,7 @@ from kvserver import __version__
 from kvserver.cli import explain as cli_explain
 from kvserver.cli import replay_arguments
 from kvserver.cli import status as cli_status
+from kvserver.cli.commands import add_commands
 from kvserver.cli.http_client import NoAnswer
 from kvserver.config import add_flags, read_configuration
 from kvserver.protocol import ConfigError
@@ -38,6 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         help="ask this vLLM server, and nothing else, whether its cache is on, and why not; may be given again",
     )
     add_flags(doctor)  # of the daemon that is to run
+    add_commands(commands)
     arguments = parser.parse_args(argv)
     try:
         return _run(arguments)
@@ -54,6 +56,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     """Imports are here so that `kvserver status` starts fast, and `doctor` where the daemon cannot."""
+    if "run" in arguments:
+        return int(arguments.run(arguments))
     if arguments.command == "serve":
         from kvserver.daemon import serve
 

@@ -12,7 +12,7 @@ from itertools import islice
 
 from kvserver.cache.chunk import Chunk, ModelUse, Namespace
 from kvserver.cache.groups import Groups
-from kvserver.protocol import KEY_BYTES, bounded
+from kvserver.protocol import KEY_BYTES, OTHER, bounded
 
 _KEY = struct.Struct(f"{KEY_BYTES}s")
 
@@ -96,6 +96,19 @@ class Index:
 
     def namespace_ids(self) -> list[bytes]:
         return list(self._namespaces)
+
+    def ids_of_model(self, name: str) -> list[bytes]:
+        """Of the namespaces that engines of this model made. None for OTHER, which is several models."""
+        use = self.models.get(name) if name != OTHER else None
+        return [id for id, namespace in self._namespaces.items() if namespace.model is use]
+
+    def count_with(self, prefix: bytes) -> tuple[int, int]:
+        """(chunks, single blocks) in the namespaces with this prefix."""
+        counts = [0, 0]
+        for id, namespace in self._namespaces.items():
+            if id.startswith(prefix):
+                counts[namespace.groups.tails] += len(namespace.chunks)
+        return counts[0], counts[1]
 
     def __iter__(self) -> Iterator[Chunk]:
         for namespace in self._namespaces.values():

@@ -6,11 +6,12 @@ Owns: the request, its token, and the error texts. Refuses to know: any page.
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import os
 import urllib.error
 import urllib.request
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -18,10 +19,19 @@ from kvserver.config import bearer, read_token
 
 T = TypeVar("T")
 _ANSWER_SECONDS = 5
+_MOST_ERROR_BYTES = 1 << 20
 
 
 class NoAnswer(Exception):
     """The line to print."""
+
+
+class Refused(NoAnswer):
+    """The daemon answered with an error. `answer` is its JSON; empty if it had none."""
+
+    def __init__(self, line: str, code: int, answer: dict[str, Any]) -> None:
+        super().__init__(line)
+        self.code, self.answer = code, answer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,21 +47,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def get(arguments: argparse.Namespace, path: str, form: type[T]) -> T:
     """The JSON of a page. NoAnswer if there is none, ConfigError if the token file cannot be read."""
-    url = f"http://{arguments.http_host}:{arguments.http_port}{path}"
-    request = urllib.request.Request(url, headers=bearer(read_token(arguments.http_token_file)))
+    url, body = _body(arguments, path, "GET", _ANSWER_SECONDS)
     try:
-        with urllib.request.urlopen(request, timeout=_ANSWER_SECONDS) as answer:
-            return msgspec.json.decode(answer.read(), type=form)
-    except urllib.error.HTTPError as error:
-        with error:
-            raise NoAnswer(f"kvserver: {url} answers {error.code}: {_reason(error)}") from None
-    except (urllib.error.URLError, OSError, ValueError, msgspec.MsgspecError) as error:
+        return msgspec.json.decode(body, type=form)
+    except (ValueError, msgspec.MsgspecError) as error:
         raise NoAnswer(f"kvserver: no daemon answers at {url}: {error}; see --http-host and --http-port") from None
 
 
-def _reason(error: urllib.error.HTTPError) -> str:
-    """The message in the daemon's answer; without one, the reason of HTTP."""
+def text(arguments: argparse.Namespace, path: str) -> str:
+    """A page that is no JSON. As get()."""
+    return _body(arguments, path, "GET", _ANSWER_SECONDS)[1].decode(errors="replace")
+
+
+def post(arguments: argparse.Namespace, path: str, seconds: float = _ANSWER_SECONDS) -> dict[str, Any]:
+    """The JSON that answers a command. As get()."""
+    url, body = _body(arguments, path, "POST", seconds)
     try:
-        return str(json.loads(error.read(4096))["message"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return str(error.reason)
+        return msgspec.json.decode(body, type=dict[str, Any])
+    except (ValueError, msgspec.MsgspecError) as error:
+        raise NoAnswer(f"kvserver: {url} answers what is no JSON: {error}") from None
+
+
+def _body(arguments: argparse.Namespace, path: str, method: str, seconds: float) -> tuple[str, bytes]:
+    url = f"http://{arguments.http_host}:{arguments.http_port}{path}"
+    request = urllib.request.Request(url, headers=bearer(read_token(arguments.http_token_file)), method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=seconds) as answer:
+            body: bytes = answer.read()
+            return url, body
+    except urllib.error.HTTPError as error:
+        with error:
+            found = _answer_of(error)
+            reason = found.get("message") or error.reason
+            raise Refused(f"kvserver: {url} answers {error.code}: {reason}", error.code, found) from None
+    except (urllib.error.URLError, OSError, ValueError, http.client.HTTPException) as error:
+        raise NoAnswer(f"kvserver: no daemon answers at {url}: {error}; see --http-host and --http-port") from None
+
+
+def _answer_of(error: urllib.error.HTTPError) -> dict[str, Any]:
+    """The JSON object in the daemon's answer."""
+    try:
+        found = json.loads(error.read(_MOST_ERROR_BYTES))
+    except (OSError, ValueError, http.client.HTTPException):
+        return {}
+    return found if isinstance(found, dict) else {}

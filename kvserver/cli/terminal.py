@@ -1,11 +1,13 @@
 """Text and tables for people on stdout: on a terminal in colours and within its width, else plain, a row a line.
 
-Owns: columns and colours. Refuses to know: the commands. What needs no table or terminal does not load rich.
+Owns: columns and colours. Refuses to know: the commands, a whole screen (`screen`). What needs no table or terminal does not load
+rich.
 """
 
 from __future__ import annotations
 
 import sys
+import unicodedata
 from collections.abc import Sequence
 
 _UNBOUNDED = 1 << 16  # width of what is no terminal: rows are whole
@@ -44,3 +46,40 @@ def columns(rows: Sequence[Sequence[str]], left: int = 2) -> list[str]:
     with console.capture() as captured:
         console.print(table)
     return [line.rstrip() for line in captured.get().splitlines()]
+
+
+def plain(text: str) -> str:
+    """The text without what a terminal would carry out: names of engines and models are what clients chose."""
+    return "".join(
+        one if one.isprintable() else f"\\x{ord(one):02x}" if ord(one) < 256 else f"\\u{ord(one):04x}" for one in text
+    )
+
+
+def width_of(text: str) -> int:
+    """Cells of a terminal. REQUIRES: plain() text."""
+    return len(text) if text.isascii() else sum(map(_cells, text))
+
+
+def _cells(one: str) -> int:
+    if unicodedata.combining(one) or unicodedata.category(one) in ("Mn", "Me"):
+        return 0
+    return 2 if unicodedata.east_asian_width(one) in ("W", "F") else 1
+
+
+def clipped(text: str, width: int) -> str:
+    """As much of it as fits into so many cells. REQUIRES: plain() text."""
+    if width_of(text) <= width:
+        return text
+    used = 0
+    for place, one in enumerate(text):
+        used += _cells(one)
+        if used > width:
+            return text[:place]
+    return text
+
+
+def padded(text: str, width: int, right: bool = False) -> str:
+    """Exactly so many cells."""
+    text = clipped(text, width)
+    space = " " * (width - width_of(text))
+    return space + text if right else text + space

@@ -167,6 +167,10 @@ class LocalTier(StorageTier, Protocol):
         """
         ...
 
+    def count(self, prefix: bytes) -> int:
+        """How many objects it holds of the namespaces with this prefix. In memory only, in a time that grows with namespaces."""
+        ...
+
     def walk(self) -> Iterator[tuple[bytes, int, bytes]]:
         """Namespace, group and keys of all objects, in slices of about a thousand; each as of when it is taken.
 

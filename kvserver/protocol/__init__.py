@@ -14,6 +14,7 @@ from kvserver.protocol.groups import (
 from kvserver.protocol.measurements import (
     DEPARTED_SECONDS,
     MOST_DEPARTED,
+    OTHER,
     RESIDENCY_SECONDS,
     WAIT_SECONDS,
     Buckets,

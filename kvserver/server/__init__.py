@@ -1,6 +1,7 @@
 """The event loop and what it does for each request: the one thread that owns all state."""
 
 from kvserver.server.ages import Ages
+from kvserver.server.clears import ClearRefusal, ClearReport, ClearRequest, Clears
 from kvserver.server.copies import Copies
 from kvserver.server.endpoint import Endpoint
 from kvserver.server.fills import Fills

@@ -161,6 +161,7 @@ class Instance:
     world_size: int
     workers: dict[int, Worker] = field(default_factory=dict)
     namespace: bytes | None = None
+    last_namespace: bytes | None = None  # also after a rank left
     coverages: list[Coverage | None] = field(default_factory=list)  # by object group, while there is a namespace
     counts: Counts = field(default_factory=Counts)
     reports: ReportSync = field(default_factory=ReportSync)
@@ -227,7 +228,7 @@ class Instance:
         self._variants.clear()
         if ready:
             ranks = [self.workers[rank] for rank in range(self.world_size)]
-            self.namespace = fingerprint([rank.spec for rank in ranks])
+            self.namespace = self.last_namespace = fingerprint([rank.spec for rank in ranks])
             spec, sizes = (
                 ranks[0].spec,
                 zip(*([group.slot_bytes for group in rank.chunk_groups] for rank in ranks), strict=True),

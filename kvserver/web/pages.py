@@ -17,7 +17,6 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from http.server import BaseHTTPRequestHandler
 from typing import Any, TypeVar
@@ -29,11 +28,11 @@ from kvserver import __version__
 from kvserver.parts import Observability
 from kvserver.protocol.status import DaemonStatus
 from kvserver.routing import MOST_BODY_BYTES, MatchPages
-from kvserver.server import Audit, Server, Upkeep
+from kvserver.server import Audit, Clears, Server, Upkeep
 from kvserver.telemetry import Family, RpcCounts
 from kvserver.telemetry.metrics_process import process_families
 from kvserver.telemetry.prometheus import render
-from kvserver.web import explain_page, page, snapshot_page
+from kvserver.web import clear_page, explain_page, page, snapshot_page
 from kvserver.web.access import OPEN_PAGES, Access, Refusal
 from kvserver.web.connections import ANSWER_SECONDS, IDLE_SECONDS, REQUEST_SECONDS, Connections, Phase
 from kvserver.web.history import NO_HISTORY, History
@@ -44,7 +43,6 @@ T = TypeVar("T")
 
 LOOP_DEADLINE_SECONDS = 1.0  # most that a page waits for the loop
 STUCK_SECONDS = 5.0  # a loop without a turn for this long is not ready
-_CLEAR_SECONDS = 10.0  # for the tiers of L2 to make a clear durable
 _MOST_HEAD_BYTES = 64 << 10  # the request line and all headers
 
 
@@ -71,6 +69,7 @@ class StatusPages(Connections):
         self.kvserver = server
         self.match = match
         self.upkeep = upkeep
+        self.clears = Clears(upkeep)
         self.settings = settings
         self.explain = observability.explain
         self.page_data = page.Data(history, observability.ages, Memcpy(copy_threads))
@@ -249,7 +248,8 @@ class _Handler(BaseHTTPRequestHandler):
     # ---- answering it -----------------------------------------------------------------------------
 
     def do_GET(self) -> None:
-        page = _PAGES.get(f"{self.command} {self._page_name if self.command == 'GET' else self.path}")
+        has_query = self.command == "GET" or self._page_name == "/cache/clear"
+        page = _PAGES.get(f"{self.command} {self._page_name if has_query else self.path}")
         if page is None:
             self._send(404, f"no page {self.path}; there are {_LISTED}\n")
             return
@@ -299,18 +299,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(200, json.dumps(self.server.settings, indent=2) + "\n", "application/json")
 
     def _clear(self) -> None:
-        cleared: Future[tuple[int, str]] = Future()
-        upkeep = self.server.upkeep
-        self.server.ask(lambda: upkeep.clear(b"", lambda chunks, failure: cleared.set_result((chunks, failure))))
-        try:
-            chunks, failure = cleared.result(_CLEAR_SECONDS)
-        except FutureTimeout:
-            self._send(504, f"L1 is cleared; a tier of L2 has not answered within {_CLEAR_SECONDS:.0f} s\n")
-            return
-        if failure:
-            self._send(500, f"L1 is cleared, L2 is not: {failure}\n")
-        else:
-            self._send(200, json.dumps({"chunks": chunks}), "application/json")
+        code, body = clear_page.answer(self.server.clears, self.server.ask, self.path.partition("?")[2])
+        self._send(code, body, "application/json")
 
     def _audit(self) -> None:
         outcome = self.server.ask(self.server.upkeep.audit_now)

@@ -97,6 +97,13 @@ class FileRecords:
             if generation == self.generations.of(namespace)
         )
 
+    def count(self, prefix: bytes) -> int:
+        return sum(
+            records
+            for namespace, generation, _, records in self._table.spaces()
+            if namespace.startswith(prefix) and generation == self.generations.of(namespace)
+        )
+
     def drop_other_generations(self) -> None:
         """Nothing finds their records from now on; sweep() removes them."""
         for namespace, generation, group, _ in self._table.spaces():

@@ -146,6 +146,9 @@ class FileTier:
     def watch(self, changed: Changed) -> None:
         self._watcher = changed
 
+    def count(self, prefix: bytes) -> int:
+        return parts.records.count(prefix) if (parts := self._readable()) is not None else 0
+
     def walk(self) -> Iterator[tuple[bytes, int, bytes]]:
         at: int | None = 0
         while at is not None and (parts := self._readable()) is not None:

@@ -371,7 +371,7 @@ def test_a_clear_that_a_tier_cannot_make_durable_is_an_error_that_names_the_tier
         assert "the disk is full" in page.text
         s.tier.clear_ends = TierEnd(0, TierOutcome.DONE)
         page = requests.post(f"http://127.0.0.1:{s.running.pages.port}/cache/clear", timeout=10)
-        assert (page.status_code, page.json()) == (200, {"chunks": 0})
+        assert (page.status_code, page.json()["chunks"]) == (200, 0)
 
 
 def test_the_end_writes_what_is_queued() -> None:

@@ -1,0 +1,39 @@
+"""The commands `top`, `clear` and `bench`: their flags, and what runs each.
+
+Owns: their rows. What only one of them needs is loaded when it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from kvserver.cli import clear
+
+
+class Command(NamedTuple):
+    name: str
+    help: str
+    examples: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    main: Callable[[argparse.Namespace], int]
+
+
+COMMANDS = (
+    Command("clear", "forget cached KV: all, or that of one engine or model", clear.EXAMPLES, clear.add_arguments, clear.main),
+)  # fmt: skip
+
+
+def add_commands(commands: Any) -> None:
+    """Add a parser for each to argparse's subparsers; `run` of what it returns runs the command."""
+    for command in COMMANDS:
+        parser = commands.add_parser(
+            command.name,
+            help=command.help,
+            description=command.help[0].upper() + command.help[1:] + ".",
+            epilog=command.examples,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.add_arguments(parser)
+        parser.set_defaults(run=command.main)

@@ -1,0 +1,224 @@
+"""`kvserver clear` and what `POST /cache/clear` does with a filter: what is meant is forgotten, what others use only if that is agreed to."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import subprocess
+from typing import Any
+
+import pytest
+from support.daemon import KVSERVER, Daemon, wait_until
+from support.ports import reserved_port
+from support.registration import identity
+from support.valkey import ValkeyStore
+from support.worker import Worker, make_keys
+
+KEYS = make_keys(3, "clear")
+
+
+def clear(daemon: Daemon, *words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Without a terminal."""
+    command = [KVSERVER, "clear", "--http-port", str(daemon.http_port), *words]
+    options = {"stdin": subprocess.DEVNULL, **options}
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, **options)
+
+
+def answered(daemon: Daemon, answer: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """By a person on a terminal."""
+    reader, terminal = pty.openpty()
+    try:
+        os.write(reader, answer.encode())
+        return clear(daemon, *words, stdin=terminal)
+    finally:
+        os.close(terminal)
+        os.close(reader)
+
+
+def stored(*workers: Worker) -> None:
+    for worker in workers:
+        worker.store(KEYS, worker.blocks_for(len(KEYS)))
+
+
+def post(daemon: Daemon, query: str) -> tuple[int, dict[str, Any]]:
+    code, body = daemon.http(f"/cache/clear?{query}", "POST")
+    return code, json.loads(body)
+
+
+def test_one_model_is_cleared_and_others_are_left(make_daemon, make_worker):
+    daemon = make_daemon()
+    one = make_worker(daemon, instance_id="a", model_name="m/one", identity=identity(model="one"))
+    other = make_worker(daemon, instance_id="b", model_name="m/two", identity=identity(model="two"))
+    stored(one, other)
+    one.store(KEYS[:2], one.blocks_for(2), variant="lora")
+    ended = clear(daemon, "--model", "m/one", "--yes")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.splitlines() == ["cleared: 5 chunks in L1", "  of engines: a", "  of models: m/one"]
+    assert [one.lookup(KEYS), one.lookup(KEYS, variant="lora"), other.lookup(KEYS)] == [0, 0, 3]
+
+
+def test_the_kv_of_a_model_whose_engines_have_disconnected_is_cleared_by_its_name(make_daemon, make_worker):
+    daemon = make_daemon()
+    left = make_worker(daemon, instance_id="a", model_name="m/one", identity=identity(model="one"))
+    stored(left)
+    left.close()
+    wait_until(lambda: not daemon.status()["instances"])
+    ended = clear(daemon, "--model", "m/one", "--yes", "--json")
+    report = json.loads(ended.stdout)
+    assert (ended.returncode, report["chunks"], report["cleared"]) == (0, 3, True)
+    assert daemon.status()["l1"]["chunks"] == 0
+
+
+def test_an_engine_that_shares_its_kv_is_not_cleared_before_that_is_agreed_to(make_daemon, make_worker):
+    daemon = make_daemon()
+    one, twin, _ = (make_worker(daemon, instance_id=name) for name in ("a", "twin", "b"))
+    stored(one)
+    ended = clear(daemon, "--instance", "a", "--yes")
+    assert ended.returncode == 3
+    assert ended.stdout == ""
+    assert "the same KV may be used by the engines b, twin; add --shared" in ended.stderr
+    assert twin.lookup(KEYS) == 3
+    ended = clear(daemon, "--instance", "a", "--yes", "--shared", "--json")
+    report = json.loads(ended.stdout)
+    assert ended.returncode == 0
+    assert (report["chunks"], report["instances"], report["shared_with"]) == (3, ["a"], ["b", "twin"])
+    assert twin.lookup(KEYS) == 0
+
+
+def test_the_endpoint_itself_refuses_to_clear_what_others_use(make_daemon, make_worker):
+    daemon = make_daemon()
+    one, twin = make_worker(daemon, instance_id="a"), make_worker(daemon, instance_id="twin")
+    stored(one)
+    code, answer = post(daemon, "instance_id=a")
+    assert (code, answer["error"], answer["report"]["shared_with"]) == (409, "shared", ["twin"])
+    assert answer["report"]["cleared"] is False
+    assert twin.lookup(KEYS) == 3
+    twin.close()
+    wait_until(lambda: len(daemon.status()["instances"]) == 1)
+    assert post(daemon, "instance_id=a")[0] == 409, "it may come back within minutes"
+    assert post(daemon, "instance_id=a&shared=true")[0] == 200
+    assert one.lookup(KEYS) == 0
+
+
+def test_an_engine_whose_kv_no_other_may_use_is_cleared_without_further_words(make_daemon, make_worker):
+    daemon = make_daemon()
+    one, other = make_worker(daemon, instance_id="a", identity=identity(model="x")), make_worker(daemon)
+    stored(one, other)
+    assert clear(daemon, "--instance", "a", "--yes").returncode == 0
+    assert [one.lookup(KEYS), other.lookup(KEYS)] == [0, 3]
+
+
+@pytest.mark.parametrize(("answer", "code", "left"), [("y\n", 0, 0), ("n\n", 3, 3), ("\n", 3, 3), ("\x04", 3, 3)])
+def test_a_person_is_asked_and_shown_what_would_be_cleared(make_daemon, make_worker, answer, code, left):
+    daemon = make_daemon()
+    one, twin = make_worker(daemon, instance_id="a"), make_worker(daemon, instance_id="twin")
+    stored(one)
+    ended = answered(daemon, answer, "--instance", "a")
+    assert ended.returncode == code
+    assert "this clears: 3 chunks in L1" in ended.stderr
+    assert "the same KV may be used by the engines twin" in ended.stderr
+    assert "Clear it? [y/N]" in ended.stderr
+    assert twin.lookup(KEYS) == left
+
+
+def test_without_a_terminal_nothing_is_cleared_unless_yes_is_given(make_daemon, make_worker):
+    daemon = make_daemon()
+    worker = make_worker(daemon)
+    stored(worker)
+    ended = clear(daemon)
+    assert (ended.returncode, ended.stdout) == (3, "")
+    assert "add --yes" in ended.stderr
+    assert worker.lookup(KEYS) == 3
+    assert json.loads(clear(daemon, "--json").stdout)["error"] == "not_confirmed"
+    assert clear(daemon, "--yes").stdout.startswith("cleared: 3 chunks in L1\n")
+    assert worker.lookup(KEYS) == 0
+
+
+def test_a_dry_run_reports_and_clears_nothing(make_daemon, make_worker):
+    daemon = make_daemon()
+    worker = make_worker(daemon)
+    stored(worker)
+    ended = clear(daemon, "--dry-run")
+    assert (ended.returncode, ended.stdout.splitlines()[0]) == (0, "would clear: 3 chunks in L1")
+    assert json.loads(clear(daemon, "--dry-run", "--json").stdout)["cleared"] is False
+    assert worker.lookup(KEYS) == 3
+
+
+def test_an_unknown_name_and_an_engine_that_waits_have_exit_codes_of_their_own(make_daemon, make_worker):
+    daemon = make_daemon()
+    make_worker(daemon, instance_id="half", world_size=2)
+    for words in (["--instance", "nobody"], ["--model", "none"]):
+        ended = clear(daemon, *words, "--yes")
+        assert ended.returncode == 4
+        assert "nothing was cleared" in ended.stderr
+    ended = clear(daemon, "--instance", "half", "--yes", "--json")
+    assert (ended.returncode, json.loads(ended.stdout)["error"]) == (3, "not_ready")
+
+
+def test_objects_of_files_are_counted_and_cleared_with_their_model_only(make_daemon, make_worker, tmp_path):
+    daemon = make_daemon(l2=f"file://{tmp_path}/l2?size=16MiB")
+    one = make_worker(daemon, instance_id="a", model_name="m/one", identity=identity(model="one"))
+    other = make_worker(daemon, instance_id="b", model_name="m/two", identity=identity(model="two"))
+    stored(one, other)
+    wait_until(lambda: daemon.status()["l2"][0]["objects"] == 6, what="all is written")
+    ended = clear(daemon, "--model", "m/one", "--yes", "--json")
+    assert json.loads(ended.stdout)["l2"] == [{"name": "file", "kind": "file", "objects": 3, "shared": False}]
+    wait_until(lambda: daemon.status()["l2"][0]["objects"] == 3, what="the others are left")
+    assert [one.lookup(KEYS), other.lookup(KEYS)] == [0, 3]
+    assert "3 objects in L2 file" in clear(daemon, "--yes").stdout
+
+
+def test_what_machines_share_is_cleared_only_if_that_is_agreed_to(make_daemon, make_worker, tmp_path):
+    with contextlib.closing(ValkeyStore(tmp_path)) as valkey:
+        daemon = make_daemon(l2=valkey.url_of("kvserver"))
+        wait_until(lambda: daemon.status()["l2"][0]["state"] == "ready")
+        worker = make_worker(daemon, instance_id="a")
+        stored(worker)
+        for words in ([], ["--instance", "a"]):
+            ended = clear(daemon, *words, "--yes")
+            assert ended.returncode == 3, ended
+            assert "other machines, through valkey" in ended.stderr
+        assert worker.lookup(KEYS) == 3
+        ended = clear(daemon, "--instance", "a", "--yes", "--shared")
+        assert (ended.returncode, worker.lookup(KEYS)) == (0, 0)
+        assert "all objects (their number is not known) in L2 valkey" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "what=1", "instance_id=", "instance_id=a&model_name=b", "instance_id=a&instance_id=b", "dry_run=yes", "shared=1",
+        "instance_id=" + "a" * 2000, "%ff=1", "a", "&".join(f"x{n}=1" for n in range(50)),
+    ],
+)  # fmt: skip
+def test_a_query_that_is_not_understood_clears_nothing(daemon, worker, query):
+    stored(worker)
+    code, answer = post(daemon, query)
+    assert (code, answer["error"]) == (400, "bad_parameter")
+    assert worker.lookup(KEYS) == 3
+
+
+def test_names_with_control_characters_are_shown_without_them(make_daemon, make_worker):
+    daemon = make_daemon()
+    stored(make_worker(daemon, instance_id="a\x1b[2J", model_name="m\x07"))
+    ended = clear(daemon, "--dry-run")
+    assert "a\\x1b[2J" in ended.stdout
+    assert not {"\x1b", "\x07"} & set(ended.stdout)
+
+
+def test_without_a_daemon_the_exit_code_is_one():
+    reservation, port = reserved_port()
+    with reservation:
+        ended = subprocess.run(
+            [KVSERVER, "clear", "--yes", "--http-port", str(port)], capture_output=True, text=True, timeout=20
+        )
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert "no daemon answers" in ended.stderr
+
+
+def test_its_help_has_an_example_and_its_exit_codes():
+    ended = subprocess.run([KVSERVER, "clear", "--help"], capture_output=True, text=True, timeout=20)
+    assert "kvserver clear --model" in ended.stdout
+    assert "exit codes: 0 cleared" in ended.stdout
