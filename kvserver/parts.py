@@ -286,6 +286,7 @@ class Parts:
                 unbalanced=self.upkeep.unbalanced,
             ),
             refused_registrations=dict(server.rpc.refused_registrations() + self.lifelines.refused),
+            refused_engines=self.workers.refused_engines(),
         )
 
     def sample(self, server: Server) -> array[float]:

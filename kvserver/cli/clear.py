@@ -47,7 +47,7 @@ def main(arguments: argparse.Namespace) -> int:
     """NoAnswer if no daemon answers."""
     try:
         report = _post(arguments, dry_run="true")
-    except http_client.Refused as refused:
+    except http_client.RefusedRequest as refused:
         return _refused(arguments, refused)
     if arguments.dry_run:
         return _print(arguments, report, "would clear")
@@ -59,7 +59,7 @@ def main(arguments: argparse.Namespace) -> int:
         return NOT_CLEARED
     try:
         report = _post(arguments, **({"shared": "true"} if _others(report) else {}))
-    except http_client.Refused as refused:
+    except http_client.RefusedRequest as refused:
         return _refused(arguments, refused)
     return _print(arguments, report, "cleared")
 
@@ -111,7 +111,7 @@ def _print(arguments: argparse.Namespace, report: dict[str, Any], done: str) -> 
     return 0
 
 
-def _refused(arguments: argparse.Namespace, refused: http_client.Refused) -> int:
+def _refused(arguments: argparse.Namespace, refused: http_client.RefusedRequest) -> int:
     """NoAnswer again, where the daemon has no answer to the question itself."""
     if refused.code not in (404, 409) or "error" not in refused.answer:
         raise refused

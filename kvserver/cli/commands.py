@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from kvserver.cli import clear
+from kvserver.cli import clear, top
 
 
 class Command(NamedTuple):
@@ -21,6 +21,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = (
+    Command("top", "what the cache does now, in a terminal", top.EXAMPLES, top.add_arguments, top.main),
     Command("clear", "forget cached KV: all, or that of one engine or model", clear.EXAMPLES, clear.add_arguments, clear.main),
 )  # fmt: skip
 

@@ -26,7 +26,7 @@ class NoAnswer(Exception):
     """The line to print."""
 
 
-class Refused(NoAnswer):
+class RefusedRequest(NoAnswer):
     """The daemon answered with an error. `answer` is its JSON; empty if it had none."""
 
     def __init__(self, line: str, code: int, answer: dict[str, Any]) -> None:
@@ -79,7 +79,7 @@ def _body(arguments: argparse.Namespace, path: str, method: str, seconds: float)
         with error:
             found = _answer_of(error)
             reason = found.get("message") or error.reason
-            raise Refused(f"kvserver: {url} answers {error.code}: {reason}", error.code, found) from None
+            raise RefusedRequest(f"kvserver: {url} answers {error.code}: {reason}", error.code, found) from None
     except (urllib.error.URLError, OSError, ValueError, http.client.HTTPException) as error:
         raise NoAnswer(f"kvserver: no daemon answers at {url}: {error}; see --http-host and --http-port") from None
 

@@ -192,6 +192,16 @@ class DepartedStatus(Struct, frozen=True, kw_only=True):
     requests: RequestsStatus = RequestsStatus()
 
 
+class RefusedEngineStatus(Struct, frozen=True, kw_only=True):
+    """An engine that runs without cache, since its registration was refused in the last 30 seconds."""
+
+    instance_id: str = ""
+    model_name: str = ""
+    code: str = ""  # of the error
+    message: str = ""
+    age_seconds: float = 0.0  # of the last refusal
+
+
 class ConnectsStatus(Struct, frozen=True, kw_only=True):
     """Of instances, since the daemon began."""
 
@@ -370,5 +380,6 @@ class DaemonStatus(Struct, frozen=True, kw_only=True):
     recording: RecordingStatus | UnsetType = UNSET  # with --record
     books: AccountingStatus = AccountingStatus()
     refused_registrations: dict[str, int] = {}  # by error code
+    refused_engines: list[RefusedEngineStatus] = []
     stale_seconds: float | UnsetType = UNSET  # since the loop's last turn, if it does not answer
     http: PagesStatus | UnsetType = UNSET

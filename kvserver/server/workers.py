@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvserver._native import Outcome, PlaneTable, WordMapping
 from kvserver.cache import Cache
@@ -43,6 +44,7 @@ from kvserver.protocol import (
     has_tails,
     planes_of,
 )
+from kvserver.protocol.status import RefusedEngineStatus
 from kvserver.server.fills import Fills
 from kvserver.server.instances import Disconnect, Instances, Worker, WorkerGroup
 from kvserver.server.lifeline import Lifeline, Lifelines
@@ -52,6 +54,13 @@ log = logging.getLogger(__name__)
 
 _MAX_REFUSALS = 256  # engines
 _MAX_TEXT = 1000
+_REFUSED_SECONDS = 30.0  # without another attempt: the engine has ended
+
+
+class _Refusal(NamedTuple):
+    error: KVServerError
+    model_name: str
+    at: float
 
 
 @dataclass
@@ -69,7 +78,7 @@ class Workers:
     _waiting: dict[int, Respond] = field(default_factory=dict)  # by registration: answers UnregisterWorker
     _last_refusal: str = ""
     # The last refusal of each engine whose ranks are not all registered, by instance id and incarnation.
-    _refusals: dict[tuple[str, str], KVServerError] = field(default_factory=dict)
+    _refusals: dict[tuple[str, str], _Refusal] = field(default_factory=dict)
 
     def register(self, request: RegisterWorker, respond: Respond) -> None:
         """Begin to map the worker's memory; the reply follows when that is done. KVServerError if the worker may not register."""
@@ -104,7 +113,7 @@ class Workers:
         log.log(logging.DEBUG if refusal == self._last_refusal else logging.WARNING, "%s", refusal)
         self._last_refusal = refusal
         self._refusals.pop((spec.instance_id, spec.incarnation), None)
-        self._refusals[spec.instance_id, spec.incarnation] = error
+        self._refusals[spec.instance_id, spec.incarnation] = _Refusal(error, spec.model_name, self.clock())
         if len(self._refusals) > _MAX_REFUSALS:
             del self._refusals[next(iter(self._refusals))]
 
@@ -112,7 +121,8 @@ class Workers:
         """(REGISTERED, or the error code why an engine has no cache; the same for people). Empty if no instance is named."""
         if not instance_id:
             return "", ""
-        error = self._refusals.get((instance_id, incarnation))
+        refusal = self._refusals.get((instance_id, incarnation))
+        error = refusal.error if refusal is not None else None
         try:
             instance = self.instances.instance(instance_id, incarnation)
             if instance.namespace is not None:
@@ -121,6 +131,21 @@ class Workers:
         except KVServerError as unknown:
             error = error or unknown
         return error.code.value, error.message[:_MAX_TEXT]
+
+    def refused_engines(self) -> list[RefusedEngineStatus]:
+        """Those that run without cache since they were refused. They try again each second, until they end."""
+        now = self.clock()
+        return [
+            RefusedEngineStatus(
+                instance_id=instance_id,
+                model_name=refusal.model_name,
+                code=refusal.error.code.value,
+                message=refusal.error.message[:_MAX_TEXT],
+                age_seconds=round(now - refusal.at, 3),
+            )
+            for (instance_id, _), refusal in self._refusals.items()
+            if now - refusal.at < _REFUSED_SECONDS
+        ]
 
     def _check_geometry(self, request: RegisterWorker, fds: int) -> None:
         named = sorted(m.index for m in request.memory if isinstance(m, SharedFd | CudaVmmFd))

@@ -35,7 +35,7 @@ _TRUTHS = ("dry_run", "shared")
 _TRUTH = {"true": True, "false": False}
 
 
-class BadParameter(Exception):
+class _BadQuery(Exception):
     """Becomes a 400."""
 
 
@@ -43,7 +43,7 @@ def answer(clears: Clears, ask: Callable[[Callable[[], Outcome]], Outcome], quer
     """HTTP code and JSON. `ask` runs a function in the loop."""
     try:
         request = _request(query)
-    except BadParameter as error:
+    except _BadQuery as error:
         return 400, _error("bad_parameter", str(error))
     ended: Future[str] = Future()
     outcome = ask(lambda: clears.clear(request, ended.set_result))
@@ -73,19 +73,19 @@ def _request(query: str) -> ClearRequest:
     try:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query), errors="strict", max_num_fields=8)
     except (ValueError, UnicodeDecodeError):
-        raise BadParameter("the query cannot be read") from None
+        raise _BadQuery("the query cannot be read") from None
     given = dict(pairs)
     for name, value in given.items():
         if name not in known:
-            raise BadParameter(f"{name[:50]!r} is no parameter; there are {', '.join(known)}")
+            raise _BadQuery(f"{name[:50]!r} is no parameter; there are {', '.join(known)}")
         if name in _NAMES and not 0 < len(value) <= _LONGEST_NAME:
-            raise BadParameter(f"{name} has 1 to {_LONGEST_NAME} characters")
+            raise _BadQuery(f"{name} has 1 to {_LONGEST_NAME} characters")
         if name in _TRUTHS and value not in _TRUTH:
-            raise BadParameter(f"{name} is true or false")
+            raise _BadQuery(f"{name} is true or false")
     if len(given) < len(pairs):
-        raise BadParameter("a parameter is given twice")
+        raise _BadQuery("a parameter is given twice")
     if len(given.keys() & set(_NAMES)) > 1:
-        raise BadParameter("give instance_id or model_name, not both")
+        raise _BadQuery("give instance_id or model_name, not both")
     return ClearRequest(
         instance_id=given.get("instance_id", ""),
         model_name=given.get("model_name", ""),

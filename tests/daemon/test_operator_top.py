@@ -1,0 +1,255 @@
+"""`kvserver top` on a real terminal and without one, beside a real daemon that ends, hangs and comes back."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+
+import pytest
+from support.daemon import KVSERVER, wait_until
+from support.ports import reserved_port
+from support.terminal import Terminal
+from support.worker import Worker, make_keys
+
+from kvserver.protocol.client import RequestFailed
+
+Open = Callable[..., Terminal]
+
+
+@pytest.fixture
+def top() -> Iterator[Open]:
+    """`kvserver top` on a terminal; it ends with the test."""
+    with contextlib.ExitStack() as stack:
+
+        def make(port: int, *words: str, **options: object) -> Terminal:
+            command = [KVSERVER, "top", "--interval", "0.1", "--http-port", str(port), *words]
+            return stack.enter_context(contextlib.closing(Terminal(command, **options)))  # type: ignore[arg-type]
+
+        yield make
+
+
+def run(port: int, *words: str, **options: object) -> subprocess.CompletedProcess[str]:
+    """Without a terminal."""
+    command = [KVSERVER, "top", "--http-port", str(port), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, **options)  # type: ignore[call-overload, no-any-return]
+
+
+def used(worker: Worker) -> None:
+    """One prompt that is stored and found, one that is missed."""
+    keys = make_keys(3)
+    worker.store(keys, worker.blocks_for(3))
+    worker.lookup(keys)
+    worker.load(keys, worker.blocks_for(3))
+    worker.lookup(make_keys(1))
+    worker.end_request(prompt_tokens=1000, local_tokens=250, loaded_tokens=600)
+
+
+def test_it_shows_what_the_status_shows_and_q_ends_it(make_daemon, make_worker, top):
+    daemon = make_daemon()
+    worker = make_worker(daemon, instance_id="engine-a")
+    terminal = top(daemon.http_port)
+    terminal.screen_with(f"boot {daemon.boot_id}", "engine-a")
+    used(worker)
+    wait_until(lambda: daemon.status()["totals"]["prompt_tokens"]["computed"] == 150)
+    lines = terminal.screen_with("1,000 since the start", "never_stored 100.0%")
+    shares = [
+        line.split()[-1]
+        for line in lines
+        if line.split()[:1] in (["L0"], ["L1"], ["L2"], ["computed"]) and "since" in line
+    ]
+    assert shares == ["25.0%", "60.0%", "0.0%", "15.0%"]
+    assert any("3 chunks, 0 evicted" in line for line in lines)
+    assert any("75.0% since the start" in line for line in lines if line.startswith("HIT RATE")), lines
+    (row,) = (line.split() for line in lines if line.startswith("engine-a"))
+    assert row[:4] == ["engine-a", "test/model", "on", "1/1"]
+    terminal.press("q")
+    assert terminal.wait() == 0
+    assert terminal.is_as_before
+
+
+def test_it_follows_the_size_of_the_window(make_daemon, top):
+    terminal = top(make_daemon().http_port, columns=120, rows=50)
+    lines = terminal.screen_with("boot", "q quits")
+    assert max(map(len, lines)) > 40
+    terminal.resize(40, 5)
+
+    def narrow() -> bool:
+        newest = terminal.screens()[-1].split("\r\n")
+        return len(newest) == 5 and max(map(len, newest)) <= 40
+
+    wait_until(narrow)
+    assert "q quits" not in terminal.screens()[-1]
+    terminal.press("\x1b[B")
+    wait_until(lambda: "kvserver" not in terminal.screens()[-1].splitlines()[0], what="it has moved by a line")
+    for _ in range(20):  # keys that are pressed at once are one
+        terminal.press(" ")
+        drawn = len(terminal.screens())
+        wait_until(lambda drawn=drawn: len(terminal.screens()) > drawn + 1)
+        if "q quits" in terminal.screens()[-2]:
+            break
+    terminal.screen_with("q quits")
+    terminal.resize(120, 50)
+    terminal.screen_with("boot", "q quits")
+
+
+def test_it_outlives_the_daemon_and_finds_the_next_one(make_daemon, top):
+    daemon = make_daemon()
+    terminal = top(daemon.http_port)
+    first = daemon.boot_id
+    terminal.screen_with(f"boot {first}")
+    daemon.flags["http_port"] = daemon.http_port
+    daemon.kill()
+    terminal.screen_with("NO ANSWER", "no daemon answers", f"boot {first}", "ago")
+    daemon.start()
+    assert daemon.boot_id != first
+    lines = terminal.screen_with(f"boot {daemon.boot_id}")
+    assert not any("NO ANSWER" in line for line in lines)
+
+
+def test_it_waits_for_a_daemon_that_is_not_there_yet(make_daemon, top):
+    reservation, port = reserved_port()
+    with reservation:
+        terminal = top(port)
+        terminal.screen_with("no daemon answers")
+        daemon = make_daemon(http_port=port)
+        terminal.screen_with(f"boot {daemon.boot_id}")
+
+
+def test_q_ends_it_while_the_daemon_hangs(make_daemon, top):
+    daemon = make_daemon()
+    terminal = top(daemon.http_port)
+    terminal.screen_with("boot")
+    daemon.freeze()
+    terminal.press("q")
+    assert terminal.wait() == 0
+    assert terminal.is_as_before
+
+
+def test_colours_are_used_on_a_terminal_and_not_with_no_color(make_daemon, top):
+    daemon = make_daemon()
+    for env, coloured in ({}, True), ({"NO_COLOR": "1"}, False):
+        terminal = top(daemon.http_port, **env)
+        terminal.screen_with("boot")
+        assert ("\x1b[32mready" in terminal.read()) is coloured
+        assert ("\x1b[0m" in terminal.read()) is coloured
+
+
+@pytest.mark.parametrize(("end", "code"), [(lambda t: t.press("\x03"), 0), (lambda t: t.process.terminate(), 143)])
+def test_however_it_ends_the_terminal_is_as_before(make_daemon, top, end, code):
+    terminal = top(make_daemon().http_port)
+    terminal.screen_with("boot")
+    assert not terminal.is_as_before
+    end(terminal)
+    assert terminal.wait() == code
+    assert terminal.is_as_before
+
+
+def test_a_stopped_one_leaves_the_terminal_to_the_shell_until_it_goes_on(make_daemon, top):
+    terminal = top(make_daemon().http_port)
+    terminal.screen_with("boot")
+    terminal.process.send_signal(signal.SIGTSTP)
+    os.waitid(os.P_PID, terminal.process.pid, os.WSTOPPED)
+    assert terminal.is_as_before
+    drawn = len(terminal.screens())
+    terminal.process.send_signal(signal.SIGCONT)
+    wait_until(lambda: len(terminal.screens()) > drawn + 1)
+    assert terminal.read().rfind("\x1b[?1049h") > terminal.read().rfind("\x1b[?1049l")
+    terminal.press("q")
+    assert terminal.wait() == 0
+
+
+def test_an_engine_without_cache_is_shown_with_the_reason(make_daemon, make_worker):
+    daemon = make_daemon()
+    make_worker(daemon, instance_id="half", world_size=2)
+    make_worker(daemon, instance_id="a")
+    twin = make_worker(daemon, instance_id="a", connect_now=False)
+    twin.attach()
+    with pytest.raises(RequestFailed):
+        twin.register()
+    shown = run(daemon.http_port, "--once").stdout
+    assert "runs without cache: 1 of 2 ranks are registered" in shown
+    assert "runs without cache: duplicate_instance: instance id 'a' belongs to another live engine" in shown
+    assert [line.split()[2] for line in shown.splitlines() if line.startswith("a ")] == ["NO", "on"]
+
+
+def test_names_of_engines_write_nothing_to_the_terminal(make_daemon, make_worker, top):
+    daemon = make_daemon()
+    make_worker(daemon, instance_id="a\x1b[2Jb", model_name="m\x07\r\n\x9b31m" + "\u4e2d" * 40)
+    terminal = top(daemon.http_port, columns=60)
+    lines = terminal.screen_with("a\\x1b[2Jb")
+    assert "\x1b[2J" not in terminal.read()
+    assert not {"\x07", "\x9b"} & set(terminal.read())
+    assert max(len(line) + sum(one == "\u4e2d" for one in line) for line in lines) <= 60
+
+
+def test_one_screen_as_text_and_as_json_for_scripts(make_daemon, make_worker):
+    daemon = make_daemon()
+    used(make_worker(daemon, instance_id="engine-a"))
+    wait_until(lambda: daemon.status()["totals"]["prompt_tokens"]["computed"] == 150)
+    ended = run(daemon.http_port, "--once")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "\x1b" not in ended.stdout
+    assert ended.stdout.startswith("kvserver ")
+    ended = run(daemon.http_port, "--once", "--json")
+    found = json.loads(ended.stdout)
+    assert {one["name"]: one["tokens"] for one in found["prompt_tokens"]} == {
+        "l0": 250,
+        "l1": 600,
+        "l2": 0,
+        "computed": 150,
+    }
+    assert found["hit_rate"] == 0.75
+    assert found["window_seconds"] > 0
+    assert found["lookups_per_second"] == 0
+    assert found["boot_id"] == daemon.boot_id
+    assert [(one["instance_id"], one["state"]) for one in found["engines"]] == [("engine-a", "on")]
+
+
+def test_on_a_pipe_it_prints_screen_after_screen_until_its_reader_ends(make_daemon):
+    daemon = make_daemon()
+    for words in ("", "--json"):
+        command = (
+            f"{KVSERVER} top --interval 0.1 --http-port {daemon.http_port} {words} | head -n 3; echo ${{PIPESTATUS[0]}}"
+        )
+        ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=30)
+        lines = ended.stdout.splitlines()
+        assert (ended.stderr, lines[-1], len(lines)) == ("", "0", 4)
+        assert daemon.boot_id in lines[0]
+        assert not words or [json.loads(line)["boot_id"] for line in lines[:3]] == [daemon.boot_id] * 3
+
+
+def test_without_a_daemon_one_screen_has_exit_code_one():
+    reservation, port = reserved_port()
+    with reservation:
+        for words in (["--once"], ["--once", "--json"]):
+            ended = run(port, *words)
+            assert (ended.returncode, ended.stdout) == (1, "")
+            assert "no daemon answers" in ended.stderr
+
+
+def test_a_token_that_is_missing_is_reported(make_daemon, tmp_path, top):
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text("0123456789abcdef0123456789abcdef")
+    daemon = make_daemon(http_token_file=token)
+    ended = run(daemon.http_port, "--once")
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert "answers 401" in ended.stderr
+    top(daemon.http_port).screen_with("answers 401")
+    assert daemon.boot_id in run(daemon.http_port, "--once", "--http-token-file", str(token)).stdout
+    assert run(daemon.http_port, "--http-token-file", str(tmp_path / "none")).returncode == 2
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "soon", "nan"])
+def test_an_interval_that_makes_no_sense_is_refused(seconds):
+    assert run(1, "--interval", seconds).returncode == 2
+
+
+def test_its_help_has_an_example_and_its_exit_codes():
+    shown = subprocess.run([KVSERVER, "top", "--help"], capture_output=True, text=True, timeout=20).stdout
+    assert "kvserver top --once" in shown
+    assert "exit codes: 0 ended by q" in shown
