@@ -102,11 +102,11 @@ class Index:
         use = self.models.get(name) if name != OTHER else None
         return [id for id, namespace in self._namespaces.items() if namespace.model is use]
 
-    def count_with(self, prefix: bytes) -> tuple[int, int]:
-        """(chunks, single blocks) in the namespaces with this prefix."""
+    def count_with(self, prefixes: tuple[bytes, ...]) -> tuple[int, int]:
+        """(chunks, single blocks) in the namespaces with one of these prefixes."""
         counts = [0, 0]
         for id, namespace in self._namespaces.items():
-            if id.startswith(prefix):
+            if id.startswith(prefixes):
                 counts[namespace.groups.tails] += len(namespace.chunks)
         return counts[0], counts[1]
 

@@ -167,8 +167,8 @@ class LocalTier(StorageTier, Protocol):
         """
         ...
 
-    def count(self, prefix: bytes) -> int:
-        """How many objects it holds of the namespaces with this prefix. In memory only, in a time that grows with namespaces."""
+    def count(self, prefixes: tuple[bytes, ...]) -> int:
+        """How many objects it holds of the namespaces with one of these prefixes. In memory only, in a time that grows with namespaces."""
         ...
 
     def walk(self) -> Iterator[tuple[bytes, int, bytes]]:

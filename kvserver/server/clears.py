@@ -20,6 +20,8 @@ from kvserver.protocol import Durability
 from kvserver.server.instances import Instance
 from kvserver.server.upkeep import Upkeep
 
+MOST_NAMESPACES = 64  # in one turn of the loop: each is looked for among all
+
 
 @dataclass(frozen=True)
 class ClearRequest:
@@ -52,7 +54,7 @@ class ClearReport(Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class ClearRefusal:
-    code: str  # unknown_instance, unknown_model, not_ready, shared
+    code: str  # unknown_instance, unknown_model, not_ready, too_many, shared
     message: str
     report: ClearReport | None = None
 
@@ -125,6 +127,9 @@ class Clears:
                 "unknown_model",
                 f"no engine of model {model_name!r} is known, nor is KV of it in L1; known are: {known}",
             )
+        if len(prefixes) > MOST_NAMESPACES:
+            text = f"its KV is in {len(prefixes)} namespaces, of which {MOST_NAMESPACES} can be cleared at once: clear one instance, or all"
+            return ClearRefusal("too_many", text)
         return named, prefixes
 
     def _all(self) -> Iterable[Instance]:
@@ -137,10 +142,10 @@ class Clears:
         users = [one for one in self._all() if named is None or one.last_namespace in prefixes]
         meant = users if named is None else named
         names = {one.instance_id for one in meant}
-        counts = [self._cache.index.count_with(prefix) for prefix in prefixes]
+        chunks, tail_blocks = self._cache.index.count_with(tuple(prefixes))
         return ClearReport(
-            chunks=sum(chunks for chunks, _ in counts),
-            tail_blocks=sum(blocks for _, blocks in counts),
+            chunks=chunks,
+            tail_blocks=tail_blocks,
             l2=self._tiers_of(meant, prefixes),
             instances=sorted(names),
             models=sorted({one.model_name for one in users} | ({request.model_name} - {""})),
@@ -158,6 +163,6 @@ class Clears:
         for each in self._tiers.all:
             tier = each.tier
             known = local.get(tier.name)
-            objects = sum(known.count(prefix) for prefix in prefixes) if known is not None else None
+            objects = known.count(tuple(prefixes)) if known is not None else None
             found.append(TierClear(tier.name, tier.kind, objects, tier.shared and everywhere))
         return found

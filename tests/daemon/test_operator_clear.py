@@ -222,3 +222,29 @@ def test_its_help_has_an_example_and_its_exit_codes():
     ended = subprocess.run([KVSERVER, "clear", "--help"], capture_output=True, text=True, timeout=20)
     assert "kvserver clear --model" in ended.stdout
     assert "exit codes: 0 cleared" in ended.stdout
+
+
+def test_a_model_of_more_namespaces_than_a_turn_of_the_loop_can_clear_is_refused(make_daemon, make_worker):
+    daemon = make_daemon(l1_size="64MiB")
+    for number in range(65):
+        worker = make_worker(daemon, instance_id="a", model_name="m/one", identity=identity(model=str(number)))
+        worker.store(KEYS[:1], worker.blocks_for(1))
+        worker.close()
+        wait_until(lambda: not daemon.status()["instances"])
+    code, answer = post(daemon, "model_name=m/one")
+    assert (code, answer["error"]) == (409, "too_many")
+    assert daemon.status()["l1"]["chunks"] == 65
+    assert post(daemon, "")[1]["chunks"] == 65
+
+
+def test_what_is_being_stored_when_its_model_is_cleared_is_never_found(make_daemon, make_worker):
+    daemon = make_daemon(copy_delay_us=50_000)  # a block
+    worker = make_worker(daemon, instance_id="a", model_name="m/one")
+    stored(worker)
+    more = make_keys(2, "more")
+    store = worker.begin_store(more, worker.blocks_for(2))
+    daemon.wait_for_accounting(tickets=1)
+    assert post(daemon, "model_name=m/one")[0] == 200
+    store.reply()
+    assert [worker.lookup(KEYS), worker.lookup(more)] == [0, 0]
+    daemon.wait_for_accounting(tickets=0, pins=0, used_pages=0)

@@ -97,11 +97,11 @@ class FileRecords:
             if generation == self.generations.of(namespace)
         )
 
-    def count(self, prefix: bytes) -> int:
+    def count(self, prefixes: tuple[bytes, ...]) -> int:
         return sum(
             records
             for namespace, generation, _, records in self._table.spaces()
-            if namespace.startswith(prefix) and generation == self.generations.of(namespace)
+            if namespace.startswith(prefixes) and generation == self.generations.of(namespace)
         )
 
     def drop_other_generations(self) -> None:

@@ -146,8 +146,8 @@ class FileTier:
     def watch(self, changed: Changed) -> None:
         self._watcher = changed
 
-    def count(self, prefix: bytes) -> int:
-        return parts.records.count(prefix) if (parts := self._readable()) is not None else 0
+    def count(self, prefixes: tuple[bytes, ...]) -> int:
+        return parts.records.count(prefixes) if (parts := self._readable()) is not None else 0
 
     def walk(self) -> Iterator[tuple[bytes, int, bytes]]:
         at: int | None = 0
