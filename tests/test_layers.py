@@ -58,6 +58,7 @@ DEFERRED = {
         ("__main__", "daemon"),
         ("__main__", "cli.doctor"),
         ("__main__", "cli.replay"),
+        ("cli.top", "cli.top_frame"),
     ),  # so that `kvserver status` starts fast
     *(
         ("parts", "telemetry.otlp"),

@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from kvserver.cli import http_client
+from kvserver.cli.terminal import show
 
 _INDENT = "  "
 _WIDTH = 120
@@ -42,7 +43,10 @@ def main(arguments: argparse.Namespace) -> int:
     }
     path = "/explain?" + urlencode({name: value for name, value in query.items() if value is not None})
     found = http_client.get(arguments, path, dict[str, Any])
-    print(json.dumps(found, indent=2) if arguments.json else text(found))
+    if arguments.json:
+        print(json.dumps(found, indent=2))
+    else:
+        show(text(found))
     return 0
 
 

@@ -81,8 +81,8 @@ def table(status: DaemonStatus) -> str:
         f"up {duration(status.uptime_seconds)}  boot {status.boot_id}",
         f"L1     {bar(l1.used_bytes, l1.size_bytes)} {size(l1.used_bytes)} of {size(l1.size_bytes)}, "
         f"{l1.chunks} chunks, {l1.evictions} evicted ({l1.policy})",
-        *_what_if(status.what_if, l1.policy),
-        *map(_tier, status.l2),
+        *what_if(status.what_if, l1.policy),
+        *map(tier_line, status.l2),
         _prompts(totals.prompt_tokens),
         f"moved  {size(totals.stored_bytes)} stored, {size(totals.loaded_bytes)} loaded, "
         f"{totals.failed_stores} failed stores, {totals.failed_loads} failed loads, {totals.errors} errors",
@@ -126,7 +126,7 @@ def table(status: DaemonStatus) -> str:
     return "\n".join(lines)
 
 
-def _what_if(curve: WhatIfStatus, policy: str) -> list[str]:
+def what_if(curve: WhatIfStatus, policy: str) -> list[str]:
     """The share of tokens that lookups would have found in an L1 of each size."""
     if not curve.looked_up_tokens:
         return []
@@ -138,7 +138,7 @@ def _what_if(curve: WhatIfStatus, policy: str) -> list[str]:
     return [f"if L1 were  {', '.join(shares)} of tokens looked up would be hits (estimated, by {curve.policy}{other})"]
 
 
-def _tier(tier: TierStatus) -> str:
+def tier_line(tier: TierStatus) -> str:
     """Use, benefit and the queue of what is to be written."""
     if tier.state not in ("ready", "read_only"):
         return f"L2     {tier.name} is {tier.state.upper()}" + (f": {tier.failure}" if tier.failure else "")

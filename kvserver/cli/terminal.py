@@ -1,13 +1,11 @@
 """Text and tables for people on stdout: on a terminal in colours and within its width, else plain, a row a line.
 
-Owns: columns and colours. Refuses to know: the commands, a whole screen (`screen`). What needs no table or terminal does not load
-rich.
+Owns: columns and colours. Refuses to know: the commands. What needs no table or terminal does not load rich.
 """
 
 from __future__ import annotations
 
 import sys
-import unicodedata
 from collections.abc import Sequence
 
 _UNBOUNDED = 1 << 16  # width of what is no terminal: rows are whole
@@ -19,6 +17,7 @@ _STYLES = {
 
 
 def show(text: str) -> None:
+    text = "\n".join(map(plain, text.split("\n")))
     if not sys.stdout.isatty():
         print(text, flush=True)
         return
@@ -41,7 +40,7 @@ def columns(rows: Sequence[Sequence[str]], left: int = 2) -> list[str]:
     for number, head in enumerate(rows[0]):
         table.add_column(Text(head), justify="left" if number < left else "right", overflow="fold")
     for row in rows[1:]:
-        table.add_row(*map(Text, row))
+        table.add_row(*(Text(plain(cell)) for cell in row))
     console = Console(width=None if sys.stdout.isatty() else _UNBOUNDED, color_system=None)
     with console.capture() as captured:
         console.print(table)
@@ -53,33 +52,3 @@ def plain(text: str) -> str:
     return "".join(
         one if one.isprintable() else f"\\x{ord(one):02x}" if ord(one) < 256 else f"\\u{ord(one):04x}" for one in text
     )
-
-
-def width_of(text: str) -> int:
-    """Cells of a terminal. REQUIRES: plain() text."""
-    return len(text) if text.isascii() else sum(map(_cells, text))
-
-
-def _cells(one: str) -> int:
-    if unicodedata.combining(one) or unicodedata.category(one) in ("Mn", "Me"):
-        return 0
-    return 2 if unicodedata.east_asian_width(one) in ("W", "F") else 1
-
-
-def clipped(text: str, width: int) -> str:
-    """As much of it as fits into so many cells. REQUIRES: plain() text."""
-    if width_of(text) <= width:
-        return text
-    used = 0
-    for place, one in enumerate(text):
-        used += _cells(one)
-        if used > width:
-            return text[:place]
-    return text
-
-
-def padded(text: str, width: int, right: bool = False) -> str:
-    """Exactly so many cells."""
-    text = clipped(text, width)
-    space = " " * (width - width_of(text))
-    return space + text if right else text + space

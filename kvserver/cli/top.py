@@ -1,35 +1,37 @@
 """`kvserver top`: what the cache does now, on a terminal, until q is pressed.
 
-Owns: the refreshing, and what is printed where there is no terminal. Refuses to know: the server; it reads only the HTTP pages. A
-thread reads them, so that keys and a new size of the window are followed while a daemon hangs.
+Owns: the refreshing, and what is printed where there is no terminal. Refuses to know: the server; it reads only the HTTP pages.
 """
 
 from __future__ import annotations
 
 import argparse
-import threading
+import contextlib
+import os
+import select
+import signal
+import sys
+import termios
 import time
+import tty
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlencode
 
 import msgspec
+from msgspec.structs import replace
 
 from kvserver.cli import http_client
-from kvserver.cli.screen import Line, Screen, is_terminal, painted
-from kvserver.cli.status import duration
 from kvserver.cli.terminal import plain
-from kvserver.cli.top_frame import frame
-from kvserver.cli.top_view import Beside, TopView, make_view, median_ages
-from kvserver.protocol import ConfigError
+from kvserver.cli.top_view import Reading, median_ages, rates
 from kvserver.protocol.status import DaemonStatus
 
 EXAMPLES = """examples:
-  kvserver top                             q quits; arrows, j and k move; --interval 5 reads less often
-  kvserver top --once                      one screen as text
-  kvserver top --once --json | jq .recent_hit_rate
+  kvserver top                             q or Ctrl-C quits; --interval 5 reads less often
+  kvserver top --once                      one screen as text, longer than the terminal if need be
+  kvserver top --once --json | jq .rates.hit_rate
 
 exit codes: 0 ended by q, Ctrl-C or its reader, 1 no daemon answers (--once), 2 bad arguments
 """
@@ -37,8 +39,7 @@ _WINDOW_SECONDS = 10.0  # that rates are of, at most
 _ONCE_SECONDS = 1.0  # between the two statuses of --once
 _BESIDE_SECONDS = 10.0  # ages and the worst requests are read so often
 _WORST_REQUESTS = 3
-_HISTORY = 60
-_TITLE_ROWS = 2
+_HISTORY = 40
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +64,7 @@ def main(arguments: argparse.Namespace) -> int:
             readings.read()
             time.sleep(min(arguments.interval, _ONCE_SECONDS))
             _print(arguments, readings.read())
-        elif arguments.json or not is_terminal():
+        elif arguments.json or not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
             _print_on(arguments, readings)
         else:
             _draw_on(arguments, readings)
@@ -72,56 +73,55 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-# ---- reading ------------------------------------------------------------------------------------
-
-
 @dataclass
 class Readings:
-    """The statuses of the last seconds, and what is read less often. REQUIRES: one thread uses it."""
+    """The statuses of the last seconds, and what is read less often."""
 
     arguments: argparse.Namespace
     _statuses: deque[tuple[float, DaemonStatus]] = field(default_factory=deque)
-    _beside: Beside = field(default_factory=Beside)
+    _last: Reading = field(default_factory=lambda: Reading(status=DaemonStatus()))
     _beside_at: float = float("-inf")
-    _boot_id: str = ""
 
-    def read(self) -> TopView:
+    def read(self) -> Reading:
         """NoAnswer if no daemon answers."""
         status = http_client.get(self.arguments, "/status", DaemonStatus)
         now = time.monotonic()
-        if status.boot_id != self._boot_id or now - self._beside_at >= _BESIDE_SECONDS:
-            self._boot_id, self._beside_at = status.boot_id, now
-            self._beside = self._read_beside()
-        while self._statuses and (
-            now - self._statuses[0][0] > _WINDOW_SECONDS or self._statuses[0][1].boot_id != status.boot_id
-        ):
+        if status.boot_id != self._last.status.boot_id or now - self._beside_at >= _BESIDE_SECONDS:
+            self._beside_at, self._last = now, self._read_beside(Reading(status=status))
+        while self._statuses and now - self._statuses[0][0] > _WINDOW_SECONDS:
             self._statuses.popleft()
-        before = self._statuses[0][1] if self._statuses else None
+        known = [found for _, before in self._statuses if (found := rates(status, before)) is not None]
         self._statuses.append((now, status))
-        return make_view(status, before, self._beside)
+        self._last = replace(self._last, status=status, rates=known[0] if known else None)
+        return self._last
 
-    def _read_beside(self) -> Beside:
+    def _read_beside(self, reading: Reading) -> Reading:
         """What cannot be read is left out: it is the smaller part of the screen."""
-        ages: dict[str, float | None] = {}
-        worst: list[str] = []
-        try:
-            ages = median_ages(http_client.text(self.arguments, "/metrics"))
+        with contextlib.suppress(http_client.NoAnswer, KeyError, TypeError):
+            reading = replace(reading, median_age_seconds=median_ages(http_client.text(self.arguments, "/metrics")))
             query = urlencode({"minutes": 5, "limit": _WORST_REQUESTS})
             found = http_client.get(self.arguments, f"/explain?{query}", dict[str, Any])["requests"]
             worst = [f"{one['request_id']}: {one['verdict']}" for one in found if one["tokens"]["avoidable"]]
-        except (http_client.NoAnswer, KeyError, TypeError):
-            return Beside(ages, worst)
-        return Beside(ages, worst)
+            reading = replace(reading, worst=worst)
+        return reading
 
 
 # ---- without a terminal -------------------------------------------------------------------------
 
 
-def _print(arguments: argparse.Namespace, view: TopView) -> None:
+def _print(arguments: argparse.Namespace, reading: Reading) -> None:
     if arguments.json:
-        print(msgspec.json.encode(view).decode(), flush=True)
-    else:
-        print("\n".join(painted(line).rstrip() for line in frame(view)), flush=True)
+        print(msgspec.json.encode(reading).decode(), flush=True)
+        return
+    from rich.console import Console
+
+    from kvserver.cli.top_frame import frame
+
+    # Rows are whole where there is no terminal.
+    console = Console(width=None if sys.stdout.isatty() else 1000, highlight=False)
+    with console.capture() as captured:
+        console.print(frame(reading))
+    print("\n".join(line.rstrip() for line in captured.get().splitlines()), flush=True)
 
 
 def _print_on(arguments: argparse.Namespace, readings: Readings) -> None:
@@ -130,78 +130,53 @@ def _print_on(arguments: argparse.Namespace, readings: Readings) -> None:
         try:
             _print(arguments, readings.read())
         except http_client.NoAnswer as error:
-            line = msgspec.json.encode({"error": str(error)}).decode() if arguments.json else plain(str(error))
-            print(line, flush=True)
-        if not arguments.json:
-            print(flush=True)
+            print(
+                msgspec.json.encode({"error": str(error)}).decode() if arguments.json else plain(str(error)), flush=True
+            )
         time.sleep(arguments.interval)
 
 
 # ---- on a terminal ------------------------------------------------------------------------------
 
 
-@dataclass
-class _Shown:
-    """What the reading thread leaves for the drawing one. A field is replaced, never changed."""
-
-    view: TopView | None = None
-    read_at: float = 0.0
-    trouble: str = ""
-    ended: BaseException | None = None
-    tokens: tuple[float, ...] = ()
-    hit_rates: tuple[float, ...] = ()
-
-    def add(self, view: TopView) -> None:
-        self.view, self.read_at, self.trouble = view, time.monotonic(), ""
-        if view.prompt_tokens_per_second is not None:
-            self.tokens = (*self.tokens, view.prompt_tokens_per_second)[-_HISTORY:]
-        if view.recent_hit_rate is not None:
-            self.hit_rates = (*self.hit_rates, view.recent_hit_rate)[-_HISTORY:]
-
-    def lines(self) -> list[Line]:
-        if self.view is None:
-            return [
-                [("kvserver top", "bold")],
-                [(self.trouble or "reading the first status", "warn" if self.trouble else "")],
-            ]
-        lines = frame(self.view, {"tokens": self.tokens, "hit_rate": self.hit_rates})
-        if self.trouble:
-            age = duration(time.monotonic() - self.read_at)
-            lines[1:1] = [[("NO ANSWER  ", "bad"), (f"below is what was read {age} ago; {plain(self.trouble)}", "")]]
-        return [*lines, [], [("q quits, arrows move", "dim")]]
-
-
-def _read_on(
-    readings: Readings, shown: _Shown, stop: threading.Event, wake: Callable[[], None], interval: float
-) -> None:
-    while not stop.is_set():
-        try:
-            shown.add(readings.read())
-        except http_client.NoAnswer as error:
-            shown.trouble = str(error)
-        except ConfigError as error:  # the token file
-            shown.ended = error
-            wake()
-            return
-        wake()
-        stop.wait(interval)
-
-
 def _draw_on(arguments: argparse.Namespace, readings: Readings) -> None:
-    shown, stop, screen, first = _Shown(), threading.Event(), Screen(), 0
-    reader = threading.Thread(
-        target=_read_on, args=(readings, shown, stop, screen.wake, arguments.interval), name="top", daemon=True
-    )
-    with screen.opened():
-        reader.start()
-        try:
-            while shown.ended is None:
-                first = screen.draw(shown.lines(), first)
-                key = screen.wait(1.0)  # so that the age of what is shown goes on
-                if key == "quit":
-                    return
-                page = max(1, screen.size[1] - _TITLE_ROWS)
-                first += {"down": 1, "up": -1, "page": page, "back": -page}.get(key, 0)
-        finally:
-            stop.set()
-    raise shown.ended
+    """Until q. While a daemon hangs, q is read when the request's time is over, Ctrl-C at once."""
+    from rich.console import Console, Group, RenderableType
+    from rich.live import Live
+    from rich.text import Text
+
+    from kvserver.cli.top_frame import frame
+
+    tokens, hits = deque[float](maxlen=_HISTORY), deque[float](maxlen=_HISTORY)
+    shown: RenderableType = Text("kvserver top: no status was read yet")
+    with _raw_keys() as keys, Live(screen=True, auto_refresh=False, console=Console(highlight=False)) as live:
+        while True:
+            try:
+                reading = readings.read()
+                if (found := reading.rates) is not None:
+                    tokens.append(sum(found.prompt_tokens.values()))
+                    hits.extend([found.hit_rate] if found.hit_rate is not None else [])
+                shown = frame(reading, tokens, hits)
+                live.update(shown, refresh=True)
+            except http_client.NoAnswer as error:
+                text = f"NO ANSWER  q quits; below is what was read last; {plain(str(error))}"
+                live.update(Group(Text(text, "bold red", no_wrap=True), shown), refresh=True)
+            ready = select.select(keys, [], [], arguments.interval)[0]
+            if ready and os.read(keys[0], 64)[:1] in (b"q", b"Q", b""):
+                return
+
+
+@contextlib.contextmanager
+def _raw_keys() -> Iterator[list[int]]:
+    """The descriptor of the keyboard, if there is one: keys arrive at once and are not shown. The terminal is as before at the end."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that the screen is left
+    signal.signal(signal.SIGTSTP, signal.SIG_IGN)  # a stopped one would leave the shell this screen
+    if not sys.stdin.isatty():
+        yield []
+        return
+    before = termios.tcgetattr(sys.stdin)
+    try:
+        tty.setcbreak(sys.stdin)
+        yield [sys.stdin.fileno()]
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)

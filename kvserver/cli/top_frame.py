@@ -1,239 +1,220 @@
-"""A view of `kvserver top` as lines for a terminal.
+"""A reading of `kvserver top` for a terminal.
 
-Owns: the text, its order and its styles. Refuses to know: the terminal, where the numbers come from. Everything is readable
-without colours.
+Owns: the text, its order and its styles. Refuses to know: where the numbers come from. Everything is readable without colours.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 
-from kvserver.cli.screen import Line, Span
-from kvserver.cli.status import bar, duration, size
-from kvserver.cli.terminal import padded, plain, width_of
-from kvserver.cli.top_view import Amount, EngineView, TierView, TopView
+from msgspec import UNSET
+from rich.cells import cell_len, set_cell_size
+from rich.console import Group, RenderableType
+from rich.text import Text
 
-_HEAD = 12  # columns of the words on the left
-_BARS = "▁▂▃▄▅▆▇█"
-_PLAIN_BARS = "_.:-=+*#"
-_NAMES = {"l0": "L0", "l1": "L1", "l2": "L2"}
-_STATES = {"on": "good", "private": "warn", "waiting": "bad", "refused": "bad", "left": "dim"}
+from kvserver.cli.status import bar, duration, rate, size, tier_line, what_if
+from kvserver.cli.terminal import plain
+from kvserver.cli.top_view import Rates, Reading, missed_tokens
+from kvserver.protocol.status import DaemonStatus, InstanceStatus
+
+_HEAD = 10  # columns of the words on the left
+_STEPS = "▁▂▃▄▅▆▇█"
+_NAMES = {"l0": "L0", "l1": "L1", "l2": "L2", "computed": "computed"}
 _AGES = {"hit": "hits are {} old", "residency": "evicted after {}", "idle_before_evict": "{} of them unused"}
-_HEADS = (
-    "engine",
-    "model",
-    "state",
-    "ranks",
-    "run",
-    "wait",
-    "tokens/s",
-    "L0",
-    "L1",
-    "L2",
-    "computed",
-    "failed",
-    "seen",
-)
-_WORDS = 3  # columns of the heads that are words
-_MOST_NAME = 32
+_STYLES = {
+    r"^[A-Z][A-Z0-9 ]+\b|^engine  .*": "bold",
+    r"NOT READY|^STALE|^AUDIT|is [A-Z]{4,}|NO CACHE|  WAITING  |runs without cache": "bold red",
+    r"  private  |shares KV with no other": "yellow",
+    r"(?<=  )(ready|on)(?=  )": "green",
+}
+_WORDS = ("engine", "model", "state", "ranks")
+_MOST_NAME = 32  # cells
+_NUMBERS = ("run", "wait", "tokens/s", *_NAMES.values(), "failed", "seen")
 
 
-def frame(view: TopView, histories: dict[str, Sequence[float]] | None = None) -> list[Line]:
-    """`histories`: the recent values of "tokens" (a second) and "hit_rate", the newest last."""
-    past = histories or {}
-    return [
-        _title(view),
-        *_trouble(view),
-        [],
-        *_prompts(view, past.get("tokens", ())),
-        *_lookups(view, past.get("hit_rate", ())),
-        [],
-        *_l1(view),
-        *(line for tier in view.l2 for line in _tier(tier)),
-        _moved(view),
-        [],
-        *_engines(view.engines),
-        *_worst(view.worst),
+def frame(reading: Reading, tokens: Sequence[float] = (), hits: Sequence[float] = ()) -> RenderableType:
+    """`tokens` a second and `hits`, the hit rate, are the last values of each, the newest last."""
+    status, rates = reading.status, reading.rates
+    lines = [
+        _title(status, rates),
+        *_trouble(status),
+        "",
+        *_prompts(status, rates, tokens),
+        _hit_rate(status, rates, hits),
+        *_misses(status, rates),
+        "",
+        _l1(status, rates),
+        *_ages(reading.median_age_seconds),
+        *what_if(status.what_if, status.l1.policy),
+        *(_with_rates(tier_line(tier), rates, tier.name) for tier in status.l2),
+        _copies(status, rates),
+        "",
     ]
+    lines += _engines(status, rates)
+    if reading.worst:
+        lines += ["", "worst requests of the last minutes (kvserver explain)", *("  " + text for text in reading.worst)]
+    return Group(*map(_line, lines))
 
 
-def number(count: float | None) -> str:
-    """Three digits or so; "-" for what is not known."""
-    if count is None:
-        return "-"
+def number(count: float) -> str:
+    """Three digits or so."""
     for unit, factor in (("G", 1e9), ("M", 1e6), ("k", 1e4)):
         if count >= factor:
             return f"{count / (1e3 if unit == 'k' else factor):.1f}{unit}"
     return f"{count:,.0f}" if count >= 100 or count == int(count) else f"{count:.1f}"
 
 
-def percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.1f}%"
+def sparkline(values: Sequence[float], most: float) -> str:
+    """One character a value; `most` is the whole height."""
+    return "".join(_STEPS[min(len(_STEPS) - 1, int(value / (most or 1.0) * len(_STEPS)))] for value in values)
 
 
-def sparkline(values: Sequence[float], most: int = 40, highest: float = 0.0) -> str:
-    """One character a value; `highest` is the whole height, by default the greatest value."""
-    steps = _BARS if (sys.stdout.encoding or "").lower().replace("-", "") == "utf8" else _PLAIN_BARS
-    values = list(values)[-most:]
-    top = highest or max(values, default=0.0) or 1.0
-    return "".join(steps[min(len(steps) - 1, int(value / top * len(steps)))] for value in values)
+def _line(text: str) -> Text:
+    """Words in capitals at its beginning are its head."""
+    shown = Text(plain(text), no_wrap=True, overflow="crop")
+    for words, style in _STYLES.items():
+        shown.highlight_regex(words, style)
+    return shown
 
 
-def _head(words: str, *rest: Span, style: str = "bold") -> Line:
-    return [(padded(words, _HEAD), style), *rest]
+def _head(words: str, text: str) -> str:
+    return f"{words:<{_HEAD}} {text}"
 
 
-def _rate(bytes_per_second: float | None) -> str:
-    return "-" if bytes_per_second is None else f"{size(bytes_per_second)}/s"
-
-
-def _title(view: TopView) -> Line:
-    ready: Span = ("ready", "good") if view.ready else ("NOT READY", "bad")
-    window = f"  rates of the last {view.window_seconds:.0f} s" if view.window_seconds >= 0.5 else ""
-    return [
-        (f"kvserver {plain(view.version)}  ", "bold"),
-        ready,
-        (f"  up {duration(view.uptime_seconds)}  boot {plain(view.boot_id)}", ""),
-        (window, "dim"),
-    ]
-
-
-def _trouble(view: TopView) -> Iterator[Line]:
-    if view.stale_seconds is not None:
-        text = f"the event loop has not answered for {view.stale_seconds:.1f} s; this is its last status"
-        yield [("STALE  ", "bad"), (text, "")]
-    if view.unbalanced_audits:
-        yield [
-            ("AUDIT  ", "bad"),
-            (f"the accounting did not balance in {view.unbalanced_audits} audits: report it", ""),
-        ]
-
-
-def _prompts(view: TopView, history: Sequence[float]) -> Iterator[Line]:
-    recent = view.prompt_tokens_per_second
-    total = sum(amount.tokens for amount in view.prompt_tokens)
-    text = f"{number(recent)} tokens/s, {number(total)} since the start" if total else "no tokens reported yet"
-    yield _head("PROMPTS", (text, ""), ("  " + sparkline(history), "note"))
-    for amount in view.prompt_tokens if total else ():
-        yield _amount(_NAMES.get(amount.name, amount.name), amount, bool(recent))
-
-
-def _amount(name: str, amount: Amount, recent: bool) -> Line:
-    share = amount.recent_share if recent else amount.share
-    when = f"{percent(amount.recent_share):>7}  {number(amount.per_second):>8}/s" if recent else " " * 18
-    return _head(
-        f"  {name}",
-        (f"{bar(share or 0.0, 1)} {when}   ", ""),
-        (f"since the start {percent(amount.share)}", "dim"),
-        style="",
+def _title(status: DaemonStatus, rates: Rates | None) -> str:
+    window = f"  rates of {rates.window_seconds:.0f} s" if rates is not None else ""
+    return (
+        f"kvserver {status.version}  q quits  {'ready' if status.ready else 'NOT READY'}  up {duration(status.uptime_seconds)}  "
+        f"boot {status.boot_id}{window}"
     )
 
 
-def _lookups(view: TopView, history: Sequence[float]) -> Iterator[Line]:
-    text = f"{percent(view.recent_hit_rate)} of looked-up tokens, {percent(view.hit_rate)} since the start; {number(view.lookups_per_second)} lookups/s"
-    yield _head("HIT RATE", (text, ""), ("  " + sparkline(history, highest=1.0), "note"))
-    missed = [amount for amount in view.missed if amount.tokens]
-    if missed:
-        parts = [
-            f"{amount.name} {percent(amount.share)}"
-            + (f" ({number(amount.per_second)}/s)" if amount.per_second else "")
-            for amount in missed
-        ]
-        yield _head("MISSES", (f"tokens by reason: {', '.join(map(plain, parts))}", ""))
+def _trouble(status: DaemonStatus) -> Iterator[str]:
+    if status.stale_seconds is not UNSET:
+        text = f"the event loop has not answered for {status.stale_seconds:.1f} s; this is its last status"
+        yield _head("STALE", text)
+    if status.books.unbalanced:
+        yield _head("AUDIT", f"the accounting did not balance in {status.books.unbalanced} audits: report it")
 
 
-def _l1(view: TopView) -> Iterator[Line]:
-    l1 = view.l1
-    evicted = f"{number(l1.evicted_chunks)} evicted" + (
-        f" ({number(l1.evicted_per_second)}/s)" if l1.evicted_per_second else ""
+def _prompts(status: DaemonStatus, rates: Rates | None, history: Sequence[float]) -> Iterator[str]:
+    tokens = status.totals.prompt_tokens
+    total, now = sum(tokens.values()), rates.prompt_tokens if rates is not None else {}
+    recent = sum(now.values())
+    rest = (
+        f"{number(recent)} tokens/s, {number(total)} since the start  {sparkline(history, max(history, default=0.0))}"
     )
-    text = f"{bar(l1.used_bytes, l1.size_bytes)} {size(l1.used_bytes)} of {size(l1.size_bytes)}, {number(l1.chunks)} chunks, {evicted}"
-    yield _head("L1", (text, ""))
-    ages = [
-        _AGES[of].format(duration(age) if age >= 1 else f"{age:.2g} s")
-        for of, age in l1.median_ages.items()
-        if age is not None
+    yield _head("PROMPTS", rest if total else "no tokens reported yet")
+    for source, name in _NAMES.items() if total else ():
+        count, each = tokens.get(source, 0), now.get(source, 0.0)
+        shown = (each, recent) if recent else (count, total)
+        last = f"{rate(each, recent):>6} {number(each):>8}/s" if recent else " " * 17
+        yield _head(f"  {name}", f"{bar(*shown)} {last}   since the start {rate(count, total)}")
+
+
+def _hit_rate(status: DaemonStatus, rates: Rates | None, history: Sequence[float]) -> str:
+    totals = status.totals
+    now = f"{rate(rates.hit_rate, 1)} of looked-up tokens, " if rates is not None and rates.hit_rate is not None else ""
+    since = f"{rate(totals.hit_tokens, totals.lookup_tokens)} since the start"
+    lookups = f"; {number(rates.lookups)} lookups/s" if rates is not None else ""
+    return _head("HIT RATE", f"{now}{since}{lookups}  {sparkline(history, 1.0)}")
+
+
+def _misses(status: DaemonStatus, rates: Rates | None) -> Iterator[str]:
+    missed, now = missed_tokens(status), rates.missed_tokens if rates is not None else {}
+    parts = [
+        f"{reason} {rate(count, missed.total())}" + (f" ({number(now[reason])}/s)" if now.get(reason) else "")
+        for reason, count in missed.most_common()
+        if count
     ]
+    if parts:
+        yield _head("MISSES", f"tokens by reason: {', '.join(parts)}")
+
+
+def _l1(status: DaemonStatus, rates: Rates | None) -> str:
+    l1 = status.l1
+    now = f" ({number(rates.evicted_chunks)}/s)" if rates is not None and rates.evicted_chunks else ""
+    used = f"{bar(l1.used_bytes, l1.size_bytes)} {size(l1.used_bytes)} of {size(l1.size_bytes)}"
+    return _head("L1", f"{used}, {l1.chunks:,} chunks, {l1.evictions:,} evicted{now}")
+
+
+def _ages(ages: dict[str, float]) -> Iterator[str]:
     if ages:
-        yield _head("  ages", (", ".join(ages) + " (medians)", ""), style="")
+        parts = [_AGES[of].format(duration(age) if age >= 1 else f"{age:.2g} s") for of, age in ages.items()]
+        yield _head("  ages", f"{', '.join(parts)} (medians)")
 
 
-def _tier(tier: TierView) -> Iterator[Line]:
-    name = f"L2 {plain(tier.name)}"
-    if tier.state not in ("ready", "read_only"):
-        failure = f": {plain(tier.failure)}" if tier.failure else ""
-        yield _head(name, (f"is {tier.state.upper()}", "bad"), (failure, ""))
-        return
-    used = (
-        f"{bar(tier.used_bytes, tier.size_bytes)} {size(tier.used_bytes)} of {size(tier.size_bytes)}, "
-        if tier.size_bytes
-        else ""
-    )
-    only = "read only, " if tier.state == "read_only" else ""
-    text = (
-        f"{used}{only}{number(tier.objects)} objects, {number(tier.evicted_objects)} evicted; read {_rate(tier.read_bytes_per_second)}, "
-        f"written {_rate(tier.written_bytes_per_second)}, {size(tier.queue_bytes)} queued"
-    )
-    yield _head(name, (text, ""), (f", {tier.failed} reads failed" if tier.failed else "", "warn"))
+def _with_rates(text: str, rates: Rates | None, name: str) -> str:
+    head, _, rest = text.partition(" ")
+    now = rates.l2.get(name) if rates is not None else None
+    moved = f"; read {size(now.read_bytes)}/s, written {size(now.written_bytes)}/s" if now is not None else ""
+    return _head(head, rest.strip() + moved)
 
 
-def _moved(view: TopView) -> Line:
-    failed = view.failed_stores + view.failed_loads + view.errors + view.events_dropped
+def _copies(status: DaemonStatus, rates: Rates | None) -> str:
+    totals = status.totals
+    now = f"stored {size(rates.stored_bytes)}/s, loaded {size(rates.loaded_bytes)}/s; " if rates is not None else ""
     return _head(
         "COPIES",
-        (f"stored {_rate(view.stored_bytes_per_second)}, loaded {_rate(view.loaded_bytes_per_second)}; ", ""),
-        (
-            f"failed: {view.failed_stores} stores, {view.failed_loads} loads; {view.errors} errors, {view.events_dropped} events dropped",
-            "warn" if failed else "",
+        f"{now}{totals.failed_stores} failed stores, {totals.failed_loads} failed loads, {totals.errors} errors, "
+        f"{status.events.dropped} events dropped; loop lag {status.loop_lag_seconds * 1000:.1f} ms",
+    )
+
+
+# ---- engines ------------------------------------------------------------------------------------
+
+
+def _engines(status: DaemonStatus, rates: Rates | None) -> Iterator[str]:
+    """A table, and under it why an engine runs without cache or alone."""
+    nothing = ("-",) * (len(_NUMBERS) + 1)
+    rows = [
+        *((one.instance_id, one.model_name, "NO CACHE", *nothing) for one in status.refused_engines),
+        *(_row(one, rates) for one in status.instances),
+        *(
+            (one.instance_id, one.model_name, "left", *nothing[1:], f"{duration(one.gone_seconds)} ago")
+            for one in status.departed
         ),
-        (f"; loop lag {view.loop_lag_seconds * 1000:.1f} ms", ""),
-    )
-
-
-def _engines(engines: Sequence[EngineView]) -> Iterator[Line]:
-    if not engines:
-        yield [("no engine is connected", "")]
-        return
-    rows = [_row(engine) for engine in engines]
-    widths = [max(width_of(row[at]) for row in (_HEADS, *rows)) for at in range(len(_HEADS))]
-    yield [
-        (
-            "  ".join(
-                padded(head, width, at >= _WORDS) for at, (head, width) in enumerate(zip(_HEADS, widths, strict=True))
-            ),
-            "bold",
-        )
     ]
-    for engine, row in zip(engines, rows, strict=True):
-        cells = [padded(cell, width, at >= _WORDS) for at, (cell, width) in enumerate(zip(row, widths, strict=True))]
-        yield [("  ".join(cells[:2]) + "  ", ""), (cells[2], _STATES[engine.state]), ("  " + "  ".join(cells[3:]), "")]
-        if engine.reason:
-            without = "runs without cache: " if engine.state in ("waiting", "refused") else ""
-            yield [("    -> ", "warn"), (without + plain(engine.reason), "")]
+    if not rows:
+        yield "no engine is connected"
+        return
+    table = [(*_WORDS, *_NUMBERS), *(tuple(map(_cell, row)) for row in rows)]
+    widths = [max(map(cell_len, column)) for column in zip(*table, strict=True)]
+    for row in table:
+        cells = zip(row, widths, strict=True)
+        yield "  ".join(
+            set_cell_size(cell, width) if place < len(_WORDS) else " " * (width - cell_len(cell)) + cell
+            for place, (cell, width) in enumerate(cells)
+        )
+    for refused in status.refused_engines:
+        yield f"{refused.instance_id} runs without cache: {refused.code}: {refused.message}"
+    for one in status.instances:
+        if not one.namespace:
+            ranks = f"{len(one.workers)} of {one.world_size} ranks are registered: no cache until all are, and agree"
+            yield f"{one.instance_id} runs without cache: {ranks}"
+        elif one.private:
+            yield f"{one.instance_id} shares KV with no other engine: {one.private}"
 
 
-def _row(engine: EngineView) -> tuple[str, ...]:
-    shares = [percent(engine.shares.get(source)) for source in ("l0", "l1", "l2", "computed")]
-    shown = (
-        "NO CACHE" if engine.state == "refused" else engine.state.upper() if engine.state == "waiting" else engine.state
-    )
+def _cell(text: str) -> str:
+    shown = plain(text)
+    return shown if cell_len(shown) <= _MOST_NAME else set_cell_size(shown, _MOST_NAME)
+
+
+def _row(one: InstanceStatus, rates: Rates | None) -> tuple[str, ...]:
+    requests = one.requests
+    total = sum(requests.prompt_tokens.values())
+    stats = None if one.load is None or one.load.stale else one.load
+    seen = max((worker.last_seen_seconds for worker in one.workers), default=0.0)
     return (
-        padded(plain(engine.instance_id), min(_MOST_NAME, width_of(plain(engine.instance_id)))),
-        padded(plain(engine.model_name), min(_MOST_NAME, width_of(plain(engine.model_name)))),
-        shown,
-        engine.ranks or "-",
-        number(engine.running),
-        number(engine.waiting),
-        number(engine.prompt_tokens_per_second),
-        *shares,
-        str(engine.failed),
-        f"{duration(engine.seen_seconds)} ago" if engine.state != "refused" else "-",
+        one.instance_id,
+        one.model_name,
+        "WAITING" if not one.namespace else "private" if one.private else "on",
+        f"{len(one.workers)}/{one.world_size}",
+        number(stats.running) if stats is not None else "-",
+        number(stats.waiting) if stats is not None else "-",
+        number(rates.engines.get(one.instance_id, 0.0)) if rates is not None else "-",
+        *(rate(requests.prompt_tokens.get(source, 0), total) for source in _NAMES),
+        str(requests.failed_stores + requests.failed_loads),
+        f"{duration(seen)} ago",
     )
-
-
-def _worst(verdicts: Sequence[str]) -> Iterator[Line]:
-    if verdicts:
-        yield []
-        yield [("worst requests of the last minutes (kvserver explain)", "bold")]
-        yield from ([("  " + plain(verdict), "")] for verdict in verdicts)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
+import re
 import subprocess
 from collections.abc import Callable, Iterator
 
@@ -73,27 +72,18 @@ def test_it_shows_what_the_status_shows_and_q_ends_it(make_daemon, make_worker, 
 
 def test_it_follows_the_size_of_the_window(make_daemon, top):
     terminal = top(make_daemon().http_port, columns=120, rows=50)
-    lines = terminal.screen_with("boot", "q quits")
-    assert max(map(len, lines)) > 40
+    lines = terminal.screen_with("boot", "no engine is connected")
+    assert max(len(line.rstrip()) for line in lines) > 40
     terminal.resize(40, 5)
 
     def narrow() -> bool:
-        newest = terminal.screens()[-1].split("\r\n")
+        newest = terminal.screens()[-1].splitlines()
         return len(newest) == 5 and max(map(len, newest)) <= 40
 
     wait_until(narrow)
-    assert "q quits" not in terminal.screens()[-1]
-    terminal.press("\x1b[B")
-    wait_until(lambda: "kvserver" not in terminal.screens()[-1].splitlines()[0], what="it has moved by a line")
-    for _ in range(20):  # keys that are pressed at once are one
-        terminal.press(" ")
-        drawn = len(terminal.screens())
-        wait_until(lambda drawn=drawn: len(terminal.screens()) > drawn + 1)
-        if "q quits" in terminal.screens()[-2]:
-            break
-    terminal.screen_with("q quits")
+    assert "no engine is connected" not in terminal.screens()[-1]
     terminal.resize(120, 50)
-    terminal.screen_with("boot", "q quits")
+    terminal.screen_with("boot", "no engine is connected")
 
 
 def test_it_outlives_the_daemon_and_finds_the_next_one(make_daemon, top):
@@ -103,7 +93,7 @@ def test_it_outlives_the_daemon_and_finds_the_next_one(make_daemon, top):
     terminal.screen_with(f"boot {first}")
     daemon.flags["http_port"] = daemon.http_port
     daemon.kill()
-    terminal.screen_with("NO ANSWER", "no daemon answers", f"boot {first}", "ago")
+    terminal.screen_with("NO ANSWER", "no daemon answers", f"boot {first}")
     daemon.start()
     assert daemon.boot_id != first
     lines = terminal.screen_with(f"boot {daemon.boot_id}")
@@ -135,7 +125,7 @@ def test_colours_are_used_on_a_terminal_and_not_with_no_color(make_daemon, top):
         terminal = top(daemon.http_port, **env)
         terminal.screen_with("boot")
         assert ("\x1b[32mready" in terminal.read()) is coloured
-        assert ("\x1b[0m" in terminal.read()) is coloured
+        assert bool(re.search(r"\x1b\[(\d+;)*3\d[;m]", terminal.read())) is coloured
 
 
 @pytest.mark.parametrize(("end", "code"), [(lambda t: t.press("\x03"), 0), (lambda t: t.process.terminate(), 143)])
@@ -148,18 +138,15 @@ def test_however_it_ends_the_terminal_is_as_before(make_daemon, top, end, code):
     assert terminal.is_as_before
 
 
-def test_a_stopped_one_leaves_the_terminal_to_the_shell_until_it_goes_on(make_daemon, top):
+def test_ctrl_z_does_not_leave_its_screen_to_the_shell(make_daemon, top):
     terminal = top(make_daemon().http_port)
     terminal.screen_with("boot")
-    terminal.process.send_signal(signal.SIGTSTP)
-    os.waitid(os.P_PID, terminal.process.pid, os.WSTOPPED)
-    assert terminal.is_as_before
+    terminal.press("\x1a")
     drawn = len(terminal.screens())
-    terminal.process.send_signal(signal.SIGCONT)
-    wait_until(lambda: len(terminal.screens()) > drawn + 1)
-    assert terminal.read().rfind("\x1b[?1049h") > terminal.read().rfind("\x1b[?1049l")
+    wait_until(lambda: len(terminal.screens()) > drawn + 1, what="it goes on")
     terminal.press("q")
     assert terminal.wait() == 0
+    assert terminal.is_as_before
 
 
 def test_an_engine_without_cache_is_shown_with_the_reason(make_daemon, make_worker):
@@ -171,9 +158,12 @@ def test_an_engine_without_cache_is_shown_with_the_reason(make_daemon, make_work
     with pytest.raises(RequestFailed):
         twin.register()
     shown = run(daemon.http_port, "--once").stdout
-    assert "runs without cache: 1 of 2 ranks are registered" in shown
-    assert "runs without cache: duplicate_instance: instance id 'a' belongs to another live engine" in shown
-    assert [line.split()[2] for line in shown.splitlines() if line.startswith("a ")] == ["NO", "on"]
+    assert "half runs without cache: 1 of 2 ranks are registered" in shown
+    assert "a runs without cache: duplicate_instance: instance id 'a' belongs to another live engine" in shown
+    assert [line.split()[2] for line in shown.splitlines() if line.startswith("a ") and "runs" not in line] == [
+        "NO",
+        "on",
+    ]
 
 
 def test_names_of_engines_write_nothing_to_the_terminal(make_daemon, make_worker, top):
@@ -196,17 +186,10 @@ def test_one_screen_as_text_and_as_json_for_scripts(make_daemon, make_worker):
     assert ended.stdout.startswith("kvserver ")
     ended = run(daemon.http_port, "--once", "--json")
     found = json.loads(ended.stdout)
-    assert {one["name"]: one["tokens"] for one in found["prompt_tokens"]} == {
-        "l0": 250,
-        "l1": 600,
-        "l2": 0,
-        "computed": 150,
-    }
-    assert found["hit_rate"] == 0.75
-    assert found["window_seconds"] > 0
-    assert found["lookups_per_second"] == 0
-    assert found["boot_id"] == daemon.boot_id
-    assert [(one["instance_id"], one["state"]) for one in found["engines"]] == [("engine-a", "on")]
+    assert found["status"]["totals"]["prompt_tokens"] == {"l0": 250, "l1": 600, "l2": 0, "computed": 150}
+    assert found["status"]["boot_id"] == daemon.boot_id
+    assert found["rates"]["window_seconds"] > 0
+    assert (found["rates"]["lookups"], found["rates"]["engines"]) == (0, {"engine-a": 0})
 
 
 def test_on_a_pipe_it_prints_screen_after_screen_until_its_reader_ends(make_daemon):
@@ -219,7 +202,7 @@ def test_on_a_pipe_it_prints_screen_after_screen_until_its_reader_ends(make_daem
         lines = ended.stdout.splitlines()
         assert (ended.stderr, lines[-1], len(lines)) == ("", "0", 4)
         assert daemon.boot_id in lines[0]
-        assert not words or [json.loads(line)["boot_id"] for line in lines[:3]] == [daemon.boot_id] * 3
+        assert not words or [json.loads(line)["status"]["boot_id"] for line in lines[:3]] == [daemon.boot_id] * 3
 
 
 def test_without_a_daemon_one_screen_has_exit_code_one():

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import termios
 
-from kvserver.cli.terminal import columns
+from kvserver.cli.terminal import columns, plain
 
 PROGRAM = """
 from kvserver.cli.terminal import columns, show
@@ -52,3 +52,13 @@ def test_a_terminal_gets_colours_and_rows_within_its_width() -> None:
 
 def test_words_are_aligned_left_and_numbers_right() -> None:
     assert columns([("name", "n"), ("a", "100"), ("long", "2")], left=1) == ["name    n", "a     100", "long    2"]
+
+
+def test_what_clients_chose_moves_no_cursor_and_changes_no_colour() -> None:
+    assert plain("a\x1b\u202e\n") == "a\\x1b\\u202e\\x0a"
+    assert columns([("name",), ("a\x1b[2J",)], 1)[1] == "a\\x1b[2J"
+    done = subprocess.run(
+        [sys.executable, "-c", "from kvserver.cli.terminal import show; show('a\\x1b[2Jb\\nc')"],
+        capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    assert done.stdout == "a\\x1b[2Jb\nc\n"
