@@ -256,6 +256,38 @@ PAGE_AND_HISTORY = (
     Mutant(
         "samples leave out instances that disconnected",
         "kvserver/server/instances.py", "Instances.all_counts", "(*self.by_id.values(), *self.departed.values())", "self.by_id.values()", PAGE_TESTS,
+CLEARS, CLEAR_TESTS = "kvserver/server/clears.py", ("daemon/test_operator_clear.py",)
+
+COMMANDS = (
+    Mutant(
+        "a clear of one engine takes KV of others without a word",
+        CLEARS, "Clears.clear", "not request.shared and (report.shared_with or shared_tiers)", "False", CLEAR_TESTS,
+    ),
+    Mutant("a dry run clears", CLEARS, "Clears.clear", "if request.dry_run:", "if False:", CLEAR_TESTS),
+    Mutant(
+        "what machines share counts as this one's",
+        CLEARS, "Clears._tiers_of", "tier.shared and everywhere", "False", CLEAR_TESTS,
+    ),
+    Mutant(
+        "a clear of many namespaces holds up the loop",
+        CLEARS, "Clears._of_model", "if len(prefixes) > MOST_NAMESPACES:", "if False:", CLEAR_TESTS,
+    ),
+    Mutant(
+        "KV of a model whose engines have left cannot be cleared by its name",
+        CLEARS, "Clears._of_model", "for id in self._cache.index.ids_of_model(model_name)", "for id in ()", CLEAR_TESTS,
+    ),
+    Mutant(
+        "a clear asks nobody",
+        "kvserver/cli/clear.py", "_not_agreed", "if not sys.stdin.isatty():", "return None\n    if not sys.stdin.isatty():",
+        CLEAR_TESTS,
+    ),
+    Mutant(
+        "rates are of two incarnations of the daemon",
+        "kvserver/cli/top_view.py", "rates", "now.boot_id != before.boot_id or ", "", ("unit/cli/test_top.py",),
+    ),
+    Mutant(
+        "names that clients chose move the cursor",
+        "kvserver/cli/terminal.py", "plain", "one if one.isprintable() else", "one if True else", ("unit/cli/test_terminal.py",),
     ),
 )  # fmt: skip
 
@@ -2441,6 +2473,7 @@ MUTANTS = (
     REPLAY
     + WHAT_IF_CURVE
     + PAGE_AND_HISTORY
+    + COMMANDS
     + L2_AND_L1
     + FILE_TIERS
     + REMOTE_TIERS

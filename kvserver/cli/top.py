@@ -156,7 +156,7 @@ def _draw_on(arguments: argparse.Namespace, readings: Readings) -> None:
                 if (found := reading.rates) is not None:
                     tokens.append(sum(found.prompt_tokens.values()))
                     hits.extend([found.hit_rate] if found.hit_rate is not None else [])
-                shown = frame(reading, tokens, hits)
+                shown = frame(reading, tokens, hits, "q quits  ")
                 live.update(shown, refresh=True)
             except http_client.NoAnswer as error:
                 text = f"NO ANSWER  q quits; below is what was read last; {plain(str(error))}"

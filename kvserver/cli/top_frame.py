@@ -32,11 +32,13 @@ _MOST_NAME = 32  # cells
 _NUMBERS = ("run", "wait", "tokens/s", *_NAMES.values(), "failed", "seen")
 
 
-def frame(reading: Reading, tokens: Sequence[float] = (), hits: Sequence[float] = ()) -> RenderableType:
-    """`tokens` a second and `hits`, the hit rate, are the last values of each, the newest last."""
+def frame(
+    reading: Reading, tokens: Sequence[float] = (), hits: Sequence[float] = (), keys: str = ""
+) -> RenderableType:
+    """`tokens` a second and `hits`, the hit rate, are the last values of each, the newest last. `keys`: what they do."""
     status, rates = reading.status, reading.rates
     lines = [
-        _title(status, rates),
+        _title(status, rates, keys),
         *_trouble(status),
         "",
         *_prompts(status, rates, tokens),
@@ -81,10 +83,10 @@ def _head(words: str, text: str) -> str:
     return f"{words:<{_HEAD}} {text}"
 
 
-def _title(status: DaemonStatus, rates: Rates | None) -> str:
+def _title(status: DaemonStatus, rates: Rates | None, keys: str) -> str:
     window = f"  rates of {rates.window_seconds:.0f} s" if rates is not None else ""
     return (
-        f"kvserver {status.version}  q quits  {'ready' if status.ready else 'NOT READY'}  up {duration(status.uptime_seconds)}  "
+        f"kvserver {status.version}  {keys}{'ready' if status.ready else 'NOT READY'}  up {duration(status.uptime_seconds)}  "
         f"boot {status.boot_id}{window}"
     )
 
