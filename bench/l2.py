@@ -19,7 +19,6 @@ import json
 import os
 import sys
 import tempfile
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -28,68 +27,21 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import l2_beside
-from common import Buffer, alternate, median, table
+from common import alternate, median, table
 from rig import BenchDaemon, rss_bytes
 from support.daemon import fetch, wait_until
 from support.file_tiers import PAGE, FileRig, SmallL1, key_of, name_of
 
-from kvserver._native import RecordTable, checksum
+from kvserver._native import RecordTable
+from kvserver.bench.storage import PlainFiles
 from kvserver.l2 import TierOutcome
 from kvserver.l2.files import generations, journal
 from kvserver.l2.files.disk import Disk
 from kvserver.l2.files.folder import Folder
 from kvserver.l2.files.journal import Journal
-from kvserver.l2.files.tier import THREADS
 
-PIECE_BYTES = 1 << 20  # of one call, as the tier's
 BESIDE = ["while L2 is", "", "samples", "quiet p50 ms", "p50 ms", "ratio", "quiet p99 ms", "p99 ms", "ratio"]
 TOTAL_BYTES, IN_FLIGHT_BYTES, IN_FLIGHT = 256 << 20, 64 << 20, 16  # as server/spill.py has it
-
-
-class Threads:
-    """pread or pwrite, and the checksum."""
-
-    def __init__(self, folder: Path, size: int, count: int, direct: bool) -> None:
-        self._size, self._count, self._bytes = size, count, size + PAGE  # with a header, as a record
-        self._fd = os.open(folder / "plain", os.O_RDWR | os.O_CREAT | (os.O_DIRECT if direct else 0), 0o600)
-        os.posix_fallocate(self._fd, 0, self._bytes * count)
-        memory = memoryview(Buffer(self._bytes * count).memory)  # in large pages, as L1
-        self._buffers = [memory[at : at + self._bytes] for at in range(0, self._bytes * count, self._bytes)]
-        for buffer in self._buffers:
-            buffer[:] = os.urandom(PAGE) * (self._bytes // PAGE)
-
-    def put(self) -> float:
-        return self._run(True)
-
-    def get(self) -> float:
-        return self._run(False)
-
-    def close(self) -> None:
-        os.close(self._fd)
-
-    def _run(self, put: bool) -> float:
-        """GB/s."""
-
-        def call(pieces: list[memoryview], offset: int) -> None:
-            (os.pwritev if put else os.preadv)(self._fd, pieces, offset)
-
-        def work(first: int) -> None:
-            for number in range(first, self._count, THREADS):
-                buffer = self._buffers[number]
-                if put:
-                    checksum(buffer)
-                for at in range(0, self._bytes, PIECE_BYTES):
-                    call([buffer[at : at + PIECE_BYTES]], number * self._bytes + at)
-                if not put:
-                    checksum(buffer)
-
-        threads = [threading.Thread(target=work, args=(first,)) for first in range(THREADS)]
-        began = time.perf_counter()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return self._size * self._count / (time.perf_counter() - began) / 1e9
 
 
 class Tier:
@@ -140,7 +92,7 @@ def files(folder: Path | None, sizes: list[float], rounds: int) -> str:
     for size in [int(mib * (1 << 20)) for mib in sizes]:
         with tempfile.TemporaryDirectory(dir=folder) as name:
             tier = Tier(Path(name), size, TOTAL_BYTES // size)
-            plain = Threads(Path(name), size, TOTAL_BYTES // size, tier.direct)
+            plain = PlainFiles(Path(name) / "plain", TOTAL_BYTES // size, tier.direct, size)
             for way in ("put", "get"):
                 found = alternate(rounds, getattr(plain, way), getattr(tier, way))
                 ratio = median([ours / theirs for theirs, ours in zip(*found, strict=True)])

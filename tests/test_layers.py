@@ -31,6 +31,7 @@ ORDER = [
     "server",
     "parts",
     "web",
+    "bench",
     "cli",
     "daemon",
     "__main__",
@@ -42,7 +43,7 @@ BESIDE_THE_FACE = {
     *("protocol.client", *STATUS),
     *("telemetry.otlp", "telemetry.tracing", "telemetry.prometheus", "telemetry.metrics_process"),
 }
-NO_FACE = {"web", "cli"}  # rooms that only daemon.py and the command line import
+NO_FACE = {"web", "cli", "bench"}  # rooms that only daemon.py and the command line import
 NEVER_BY_A_FACE = {
     *("opentelemetry", "google", "grpc", "requests", "http", "socketserver"),
     *("boto3", "redis", "valkey", "glide_sync", "glide_shared", "obstore"),
@@ -50,7 +51,8 @@ NEVER_BY_A_FACE = {
 ONLY = {  # what must work where the rest does not, or start fast
     "protocol": {"_native"},
     "config": {"_native", "protocol"},
-    "cli": {"_native", "protocol", "config", "cache", "replay"},
+    "cli": {"_native", "protocol", "config", "cache", "replay", "bench"},
+    "bench": {"_native", "protocol", "config", "cache", "l2"},
 }
 ADAPTERS_MAY = {"_native", "protocol", "__version__"}
 DEFERRED = {
@@ -59,6 +61,7 @@ DEFERRED = {
         ("__main__", "cli.doctor"),
         ("__main__", "cli.replay"),
         ("cli.top", "cli.top_frame"),
+        ("cli.bench", "bench.run"),
     ),  # so that `kvserver status` starts fast
     *(
         ("parts", "telemetry.otlp"),

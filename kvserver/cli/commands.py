@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from kvserver.cli import clear, top
+from kvserver.cli import bench, clear, top
 
 
 class Command(NamedTuple):
@@ -23,6 +23,7 @@ class Command(NamedTuple):
 COMMANDS = (
     Command("top", "what the cache does now, in a terminal", top.EXAMPLES, top.add_arguments, top.main),
     Command("clear", "forget cached KV: all, or that of one engine or model", clear.EXAMPLES, clear.add_arguments, clear.main),
+    Command("bench", "whether this machine's copies, lookups and storage are as fast as they should be", bench.EXAMPLES, bench.add_arguments, bench.main),
 )  # fmt: skip
 
 

@@ -32,9 +32,7 @@ _MOST_NAME = 32  # cells
 _NUMBERS = ("run", "wait", "tokens/s", *_NAMES.values(), "failed", "seen")
 
 
-def frame(
-    reading: Reading, tokens: Sequence[float] = (), hits: Sequence[float] = (), keys: str = ""
-) -> RenderableType:
+def frame(reading: Reading, tokens: Sequence[float] = (), hits: Sequence[float] = (), keys: str = "") -> RenderableType:
     """`tokens` a second and `hits`, the hit rate, are the last values of each, the newest last. `keys`: what they do."""
     status, rates = reading.status, reading.rates
     lines = [

@@ -10,5 +10,9 @@ from kvserver.l2.base import (
     TierEnd,
     TierOutcome,
 )
+from kvserver.l2.files.tier import THREADS as FILE_THREADS
+from kvserver.l2.files.tier import FileTier
 from kvserver.l2.kinds import make_tier
-from kvserver.l2.remote.make import why_not_served
+from kvserver.l2.remote.buffer import LaneBuffer
+from kvserver.l2.remote.make import LANES, store_of, why_not_served
+from kvserver.l2.remote.store import StoreError
