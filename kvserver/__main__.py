@@ -18,6 +18,14 @@ from kvserver.cli.http_client import NoAnswer
 from kvserver.config import add_flags, read_configuration
 from kvserver.protocol import ConfigError
 
+_DOCTOR_EXAMPLES = """examples:
+  kvserver doctor --l1-size 20GiB                 the flags are those of kvserver serve
+  kvserver doctor --json | jq '.[] | select(.level == "problem")'
+  kvserver doctor --bundle kvserver.tar.gz        for a report: status, config, metrics, log, machine
+
+exit codes: 0 no problem, 1 a problem, 2 bad arguments; with --bundle 0 written, 2 not written
+"""
+
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="kvserver", description="A KV-cache server for LLM inference engines.")
@@ -29,7 +37,12 @@ def main(argv: list[str] | None = None) -> int:
     replay_arguments.add_arguments(
         commands.add_parser("replay", help="what caches of other sizes would have found of a trace")
     )
-    doctor = commands.add_parser("doctor", help="what is wrong with this machine, and how to fix it")
+    doctor = commands.add_parser(
+        "doctor",
+        help="what is wrong with this machine, and how to fix it",
+        epilog=_DOCTOR_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     doctor.add_argument("--json", action="store_true", help="a list of {check, level, text, fix}")
     doctor.add_argument("--python", default="", metavar="PATH", help="the interpreter of vLLM's environment")
     doctor.add_argument(
@@ -38,6 +51,13 @@ def main(argv: list[str] | None = None) -> int:
         metavar="URL",
         help="ask this vLLM server, and nothing else, whether its cache is on, and why not; may be given again",
     )
+    doctor.add_argument(
+        "--bundle", metavar="FILE", help="write all that helps to find a fault to this tar.gz, without secrets"
+    )
+    doctor.add_argument(
+        "--log", default="", metavar="FILE", help="with --bundle: the daemon's log, if its stderr is no file"
+    )
+    doctor.add_argument("--overwrite", action="store_true", help="with --bundle: replace FILE")
     add_flags(doctor)  # of the daemon that is to run
     add_commands(commands)
     arguments = parser.parse_args(argv)

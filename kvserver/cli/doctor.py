@@ -10,10 +10,10 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 
 from kvserver import __version__
-from kvserver.cli import checks, checks_engine, checks_gpu, checks_service, checks_storage
+from kvserver.cli import bundle, checks, checks_engine, checks_gpu, checks_service, checks_storage
 from kvserver.cli.checks import Finding, Level, Machine, ok, problem, warning
 from kvserver.cli.terminal import show
-from kvserver.config import flag, read_configuration
+from kvserver.config import Settings, flag, read_configuration
 from kvserver.protocol import ConfigError
 
 Check = Callable[[Machine], Finding]
@@ -42,7 +42,9 @@ CHECKS: dict[str, Check] = {
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Prints each line at once: the last checks need seconds."""
+    """Prints each line at once: the last checks need seconds. ConfigError if a bundle cannot be written."""
+    if arguments.bundle:
+        return _bundle(arguments)
     found: list[tuple[str, Finding]] = []
     for name, finding in findings(arguments):
         found.append((name, finding))
@@ -54,6 +56,27 @@ def main(arguments: argparse.Namespace) -> int:
     else:
         show(summary([finding.level for _, finding in found]))
     return int(any(finding.level is Level.PROBLEM for _, finding in found))
+
+
+def _bundle(arguments: argparse.Namespace) -> int:
+    """Whatever is wrong is in the file."""
+    if arguments.engine:
+        raise ConfigError("--bundle is of the daemon of this machine: give it without --engine")
+    found = [{"check": n, "level": f.level.value, "text": f.text, "fix": f.fix} for n, f in findings(arguments)]
+    manifest = bundle.write(_settings(arguments), found, arguments.bundle, arguments.log, arguments.overwrite)
+    if arguments.json:
+        print(json.dumps(manifest, indent=2))
+    else:
+        lines = [f"{name:<14} {outcome}" for name, outcome in manifest["parts"].items()]
+        show("\n".join([*lines, f"{manifest['bundle']}: {manifest['bytes']:,} bytes. Look at it before you send it."]))
+    return 0
+
+
+def _settings(arguments: argparse.Namespace) -> Settings:
+    try:
+        return read_configuration(vars(arguments)).settings
+    except ConfigError:
+        return read_configuration({}, {}).settings
 
 
 def findings(arguments: argparse.Namespace) -> Iterator[tuple[str, Finding]]:
