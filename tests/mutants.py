@@ -277,9 +277,42 @@ COMMANDS = (
         CLEARS, "Clears._of_model", "for id in self._cache.index.ids_of_model(model_name)", "for id in ()", CLEAR_TESTS,
     ),
     Mutant(
-        "a clear asks nobody",
+        "a clear without a terminal asks no one and clears",
         "kvserver/cli/clear.py", "_not_agreed", "if not sys.stdin.isatty():", "return None\n    if not sys.stdin.isatty():",
         CLEAR_TESTS,
+    ),
+    Mutant(
+        "a slow copy is normal",
+        "kvserver/bench/verdicts.py", "at_least", "ratio >= least", "True", ("unit/bench/test_verdicts.py",),
+    ),
+    Mutant(
+        "what this process used counts as other work",
+        "kvserver/bench/verdicts.py", "MachineWatch.reasons", " - (own - before[3])", " + 1e9", ("unit/bench/test_verdicts.py",),
+    ),
+    Mutant(
+        "what a bench wrote to a shared store stays",
+        "kvserver/bench/storage.py", "TierMover.close", "self._tier.shared", "False",
+        ("daemon/test_operator_bench.py",),
+    ),
+    Mutant(
+        "a bench locks the folder of a running daemon",
+        "kvserver/bench/storage.py", "opened", 'path=f"{folder}/tier", ', "", ("daemon/test_operator_bench.py",),
+    ),
+    Mutant(
+        "a bundle shows secrets that the daemon's environment names",
+        "kvserver/cli/bundle.py", "_redactor", "secrets_of(os.environ) | secrets_of(environ)", "set[str]()", ("daemon/test_operator_bundle.py",),
+    ),
+    Mutant(
+        "a bundle shows token ids of the log",
+        "kvserver/cli/redaction.py", "Redactor.text", "*(_OF_LOGS if log else ())", "*()", ("unit/cli/test_redaction.py",),
+    ),
+    Mutant(
+        "a bundle shows passwords of URLs",
+        "kvserver/cli/redaction.py", "", '"//"),', '"//x@"),', ("unit/cli/test_redaction.py",),
+    ),
+    Mutant(
+        "a log is cut within a line",
+        "kvserver/cli/bundle.py", "_tail", "if end > _LOG_BYTES:", "if False:", ("daemon/test_operator_bundle.py",),
     ),
     Mutant(
         "rates are of two incarnations of the daemon",

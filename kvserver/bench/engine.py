@@ -45,7 +45,8 @@ _READY_SECONDS = 60.0  # a large L1 takes its time
 class BenchDaemon:
     """`kvserver serve` with these flags, or `program` with them; `seconds_to_ready` from its start to its line.
 
-    No setting of this process's environment counts: what a running daemon uses, as a folder of L2, is not for this one.
+    No setting of this process's environment counts: what a running daemon uses, as a folder of L2, is not for this one. It runs in
+    the root folder, so that no sources in the present folder are imported for an installed package. REQUIRES: paths are absolute.
     """
 
     def __init__(self, program: Sequence[str] = (), **flags: object) -> None:
@@ -56,7 +57,7 @@ class BenchDaemon:
             words += ["--" + name.replace("_", "-"), str(value)]
         environ = {name: value for name, value in os.environ.items() if not name.startswith("KVSERVER_")}
         began = time.perf_counter()
-        self.process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environ)
+        self.process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environ, cwd="/")
         try:
             self.http_port = self._port()
         except BaseException:

@@ -42,7 +42,7 @@ class Echo:
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="kve-")
         endpoint = f"ipc://{self._folder.name}/e"
-        self._process = subprocess.Popen([sys.executable, "-c", _ECHO, endpoint])
+        self._process = subprocess.Popen([sys.executable, "-c", _ECHO, endpoint], cwd="/")
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.RCVTIMEO, _ANSWER_MILLIS)

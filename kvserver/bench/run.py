@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Iterator
 from functools import partial
 
-from kvserver._native import Direction
+from kvserver._native import Direction, built_with_cuda, cuda_gpus
 from kvserver.bench.copies import CopierRig, KvLayout, llama_8b
 from kvserver.bench.lookups import Echo, LookupSubject, millis
 from kvserver.bench.storage import OBJECT_BYTES, StorageFailed, opened
@@ -52,6 +52,7 @@ def measurements(size: int, threads: int, tiers: tuple[TierUrl, ...], only: froz
     if not only or "copies" in only:
         for layout in (*llama_8b(_BLOCK_TOKENS).values(), _MLA):
             yield from _copies(layout, size, threads)
+        yield from _gpus()
     if not only or "lookup" in only:
         yield from _lookups()
     if not only or "storage" in only:
@@ -81,6 +82,16 @@ def _copies(layout: KvLayout, size: int, threads: int) -> Iterator[Measurement]:
     for name, values in zip(("store", "load"), map(median, found), strict=True):
         what = f"{name}, {layout.name}, pieces of {layout.run >> 10} KiB"
         yield at_least("copies", what, values, "GB/s", f"memcpy by {threads} threads", median(memcpy), COPY_LEAST)
+
+
+def _gpus() -> Iterator[Measurement]:
+    """Named only: their memory is made by engines, and no part of this package makes any."""
+    try:
+        names = [name for _, name, *_ in cuda_gpus()] if built_with_cuda() else []
+    except RuntimeError:
+        return  # there is no driver, so no GPU
+    for name in names:
+        yield Measurement(part="gpu", what=f"copies to {name} are measured by bench/gpu_all.sh bench of the sources")
 
 
 def _lookups() -> Iterator[Measurement]:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from msgspec import Struct
 
-COPY_LEAST = 0.6  # of memcpy with as many threads; bench/copier.py finds 0.9 to 1.4
+COPY_LEAST = 0.5  # of memcpy with as many threads; quiet machines have 0.7 to 1.4
 THREADS_LEAST = 0.8  # of one thread's memcpy, by all: fewer processors than threads are there
-LOOKUP_MOST = {1024: 5.0, 131_072: 15.0}  # echoes, by tokens; bench/rpc.py finds 1.3 and 4.6
+LOOKUP_MOST = {1024: 5.0, 131_072: 15.0}  # echoes, by tokens; quiet machines have 1.2 to 1.6, and 2.2 to 4.6
 STORAGE_LEAST = 0.6  # of the plain loop; bench/l2.py finds 0.9 and more
 _BUSY, _STOLEN = 0.15, 0.03  # shares of all processors
 _NO_CAUSE = "no cause was found: run it again while the machine is idle, then kvserver doctor"
@@ -22,7 +22,7 @@ _NO_CAUSE = "no cause was found: run it again while the machine is idle, then kv
 class Measurement(Struct, frozen=True, kw_only=True):
     """A value beside its ceiling. `normal` is None where nothing is to be judged."""
 
-    part: str  # memcpy, copies, lookup or storage
+    part: str  # memcpy, copies, gpu, lookup or storage
     what: str
     value: float = 0.0
     unit: str = ""

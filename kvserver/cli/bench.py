@@ -36,7 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--only", action="append", choices=PARTS, default=[], help="measure this part; may be given again"
     )
     parser.add_argument(
-        "--memory", default="256MiB", metavar="SIZE", help="bytes of one copy (256MiB); five times as much is used"
+        "--memory",
+        default="256MiB",
+        metavar="SIZE",
+        help="bytes of one copy (256MiB): more than the caches have; five times as much is used",
     )
     add_flags(parser)  # of the daemon: --l2, --copy-threads
 
@@ -85,6 +88,8 @@ def line(one: Measurement) -> str:
     """As "copies  load, per layer, pieces of 64 KiB  8.1 GB/s  1.02 of memcpy by 2 threads  normal (at least 0.6)"."""
     if one.failure:
         return f"{one.part:<8} {one.what}: NOT MEASURED: {one.failure}"
+    if not one.unit:
+        return f"{one.part:<8} {one.what}"
     value = f"{one.part:<8} {one.what:<52} {one.value:8.3g} {one.unit}"
     if one.ratio is None:
         return value

@@ -28,9 +28,9 @@ def bench(*words: str, env: dict[str, str] | None = None) -> subprocess.Complete
 def report(*words: str, env: dict[str, str] | None = None) -> dict[str, Any]:
     """Of which the exit code and the verdict agree."""
     ended = bench("--json", *words, env=env)
+    assert ended.stderr == ""
     found: dict[str, Any] = json.loads(ended.stdout)
     verdicts = [one["normal"] for one in found["measurements"]]
-    assert ended.stderr == ""
     assert found["normal"] is (False not in verdicts) is (ended.returncode == 0)
     assert ended.returncode in (0, 1)
     for one in found["measurements"]:

@@ -158,7 +158,7 @@ def test_a_long_log_is_cut_at_a_line(make_daemon, tmp_path):
     assert len(lines) < 100_000
 
 
-def test_a_file_that_is_there_is_kept_unless_that_is_said(make_daemon, tmp_path):
+def test_a_file_that_is_there_is_kept_without_overwrite(make_daemon, tmp_path):
     daemon = make_daemon()
     path = tmp_path / "b.tar.gz"
     path.write_text("mine")
