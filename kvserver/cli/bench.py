@@ -6,8 +6,14 @@ Owns: the arguments, the text and the exit code. Refuses to know: how anything i
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
+import signal
+import sys
+import threading
 import time
+from pathlib import Path
 
 import msgspec
 
@@ -45,7 +51,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """ConfigError if an argument is wrong, or the memory does not fit."""
+    """ConfigError if an argument is wrong, or the memory does not fit. However it ends, its daemon and its files end with it."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        return _measure(arguments)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    finally:
+        _end_children()
+
+
+def _end_children() -> None:
+    """Those whose start a signal interrupted, so that no part knows of them."""
+    with contextlib.suppress(OSError):
+        for pid in Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split():
+            os.kill(int(pid), signal.SIGKILL)
+            os.waitpid(int(pid), 0)
+
+
+def _measure(arguments: argparse.Namespace) -> int:
     from kvserver.bench.run import check_memory, measurements
 
     settings = read_configuration(vars(arguments)).settings

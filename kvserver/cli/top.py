@@ -88,7 +88,9 @@ class Readings:
         now = time.monotonic()
         if status.boot_id != self._last.status.boot_id or now - self._beside_at >= _BESIDE_SECONDS:
             self._beside_at, self._last = now, self._read_beside(Reading(status=status))
-        while self._statuses and now - self._statuses[0][0] > _WINDOW_SECONDS:
+        while (
+            len(self._statuses) > 1 and now - self._statuses[0][0] > _WINDOW_SECONDS
+        ):  # one is left for a long --interval
             self._statuses.popleft()
         known = [found for _, before in self._statuses if (found := rates(status, before)) is not None]
         self._statuses.append((now, status))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -102,3 +103,15 @@ def test_its_help_has_an_example_and_its_exit_codes() -> None:
     shown = bench("--help").stdout
     assert "kvserver bench --json" in shown
     assert "exit codes: 0 all is normal" in shown
+
+
+def test_a_bench_that_is_ended_leaves_no_daemon_and_no_folder(tmp_path: Path) -> None:
+    for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
+        process = subprocess.Popen([KVSERVER, "bench", "--only", "lookup"], env=os.environ | {"TMPDIR": str(tmp_path)})
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        wait_until(lambda at=children: len(at.read_text().split()) == 2, what="its daemon and its echo run")
+        pids = children.read_text().split()
+        process.send_signal(number)
+        assert process.wait(30) == code
+        assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+        assert list(tmp_path.iterdir()) == []

@@ -10,6 +10,7 @@ import subprocess
 from typing import Any
 
 import pytest
+import requests
 from support.daemon import KVSERVER, Daemon, wait_until
 from support.ports import reserved_port
 from support.registration import identity
@@ -248,3 +249,21 @@ def test_what_is_being_stored_when_its_model_is_cleared_is_never_found(make_daem
     store.reply()
     assert [worker.lookup(KEYS), worker.lookup(more)] == [0, 0]
     daemon.wait_for_accounting(tickets=0, pins=0, used_pages=0)
+
+
+def test_a_filter_needs_the_token_and_no_other_sites_page_may_send_one(make_daemon, make_worker, tmp_path):
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text("0123456789abcdef" * 2)
+    daemon = make_daemon(http_token_file=token)
+    worker = make_worker(daemon, instance_id="a")
+    stored(worker)
+    ended = clear(daemon, "--instance", "a", "--yes")
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert "answers 401" in ended.stderr
+    url = f"http://127.0.0.1:{daemon.http_port}/cache/clear?instance_id=a"
+    headers = {"Authorization": f"Bearer {token.read_text()}", "Origin": "http://evil.example"}
+    assert requests.post(url, headers=headers, timeout=10).status_code == 403
+    assert worker.lookup(KEYS) == 3
+    assert clear(daemon, "--instance", "a", "--yes", "--http-token-file", str(token)).returncode == 0
+    assert worker.lookup(KEYS) == 0

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+from types import SimpleNamespace
+
 import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
+from kvserver.cli import top
+from kvserver.cli.http_client import NoAnswer
 from kvserver.cli.top_frame import frame, number, sparkline
 from kvserver.cli.top_view import Reading, median_ages, rates
 from kvserver.protocol.status import (
@@ -59,6 +64,18 @@ def test_without_an_earlier_status_of_the_same_incarnation_there_are_no_rates(be
     now = status(14.0, 3000)
     assert rates(now, before) is None
     assert "50.0% since the start" in text(Reading(status=now))
+
+
+def test_rates_are_of_two_readings_however_far_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.0, 60.0, 120.0])
+    statuses = iter([status(5.0, 1000), status(65.0, 4000), status(125.0, 7000)])
+    monkeypatch.setattr(top, "http_client", SimpleNamespace(get=lambda *_: next(statuses), NoAnswer=NoAnswer))
+    monkeypatch.setattr(top, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    readings = top.Readings(argparse.Namespace())
+    monkeypatch.setattr(readings, "_read_beside", lambda reading: reading)
+    found = [readings.read().rates for _ in range(3)]
+    assert found[0] is None
+    assert [one.window_seconds for one in found[1:] if one is not None] == [60.0, 60.0]
 
 
 def test_an_engine_that_left_in_between_lowers_no_rate_below_zero() -> None:
