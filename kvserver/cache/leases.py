@@ -99,5 +99,5 @@ class Leases:
     def _end(self, lease: Lease) -> None:
         for chunk in lease.chunks:
             chunk.leases -= 1
-        self._policy.track(reversed(lease.chunks))  # a detached chunk is freed by the cache's step(), leased or not
+        self._policy.use(reversed(lease.chunks))  # a detached chunk is freed by the cache's step(), leased or not
         self.count -= 1

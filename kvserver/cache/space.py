@@ -134,7 +134,7 @@ class Space:
             if done := self._free_one_chunk():
                 plan.steps -= done
                 continue
-            chunk = self.policy.pop_chunk()
+            chunk = self.policy.pop_incomplete() or self.policy.pop_chunk()
             if chunk is not None:
                 plan.steps -= 1
                 if not (chunk.leases or chunk.pins):

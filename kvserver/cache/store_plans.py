@@ -98,6 +98,9 @@ class StorePlans(Space):
             if chunk is None:
                 chunk = self.index.add_chunk(namespace, key)
                 chunk.pins += 1
+                plan.returning = plan.returning and (namespace.id, key) in self._evicted_keys
+                if plan.returning:
+                    self.policy.use([chunk])
             for number, slot in zip(plan.slots, slots, strict=True):
                 chunk.set_slot(number, slot)
             namespace.model.pages += plan.pages * len(plan.slots)

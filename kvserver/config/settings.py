@@ -129,7 +129,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = 16384
     eviction_policy: Annotated[
-        Literal["lru"], Meta(description="Which chunk is evicted from L1 first. lru: the least recently used one.")
+        Literal["lru", "slru"],
+        Meta(
+            description="Which chunk is evicted from L1 first. lru: the least recently used one. slru: one that was not used again since it was "
+            "stored, of these the least recently used one; at most 40% of the chunks are protected by a use. bench/README.md has what both find of "
+            "which requests, and kvserver replay what they find of yours."
+        ),
     ] = "lru"
     l2: Annotated[
         tuple[str, ...],

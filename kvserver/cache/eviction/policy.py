@@ -2,7 +2,8 @@
 
 Owns: the order of eviction, and what it must remember of each chunk. Refuses to know: pages, and the owners of leases.
 
-No call costs more than the chunks that it is given, so one turn of the loop stays bounded.
+No call costs more than the chunks that it is given, so one turn of the loop stays bounded. A policy has no clock: it measures age in
+evictions and by order, so that neither a larger L1 nor fewer requests need other parameters.
 """
 
 from __future__ import annotations
@@ -22,21 +23,27 @@ class EvictionPolicy(Protocol):
         """A new chunk, not tracked: of a subclass of Chunk whose further slots are the policy's own."""
 
     def track(self, chunks: Iterable[Chunk], before: Chunk | None = None) -> None:
-        """Each chunk was used or stored: make it a candidate, in this order; before the chunk `before`, if that is tracked.
+        """Each chunk was stored or read: make it a candidate, in this order; before the chunk `before`, if that is tracked.
 
         Leased and pinned chunks are left out: the cache tracks them when their last lease or pin ends. Freed chunks
         are left out, too.
         """
 
+    def use(self, chunks: Iterable[Chunk]) -> None:
+        """As track(), and each chunk was used again: a request that had found it ended, or it is stored soon after its eviction."""
+
+    def pop_incomplete(self) -> Chunk | None:
+        """As pop_chunk(), one that is not READY and that no store fills: the cache evicts these before all others."""
+
     def pop_chunk(self) -> Chunk | None:
-        """Untrack and return the chunk to evict next; None if no chunk is tracked.
+        """Untrack and return the READY chunk to evict next; None if none is tracked.
 
         The chunk may have been leased or pinned since it was tracked. Then the cache does not evict it, and tracks it
         again when its last lease or pin ends.
         """
 
     def younger(self, chunk: Chunk) -> Chunk | None:
-        """The tracked chunk that pop_chunk() returns after this one, if the policy knows it. The cache frees in this order."""
+        """A tracked chunk that was stored or used next after this one, if the policy knows it. The cache frees in this order."""
 
     def untrack(self, chunk: Chunk) -> None:
         """Remove the chunk from the order, if it is tracked."""

@@ -1,4 +1,4 @@
-"""Which chunk is evicted first, against a list that is searched from end to end."""
+"""The order of each eviction policy, against lists that are searched from end to end; and the cache under another policy."""
 
 from __future__ import annotations
 
@@ -12,54 +12,136 @@ from support.properties import examples
 
 from kvserver.cache import POLICIES, Cache, Chunk, Index, PagePool, one_group
 from kvserver.cache.eviction import EvictionPolicy
+from kvserver.cache.eviction.slru import PROTECTED_SHARE
 
 NUMBERS = st.integers(0, 1000)
 
 
-class Shelf(RuleBasedStateMachine):
-    """Chunks are used, filled, leased, pinned and freed; two lists have those that may be evicted, the oldest first."""
+class PlainLru:
+    """The least recently used first; `orders[0]` has the incomplete ones."""
+
+    def __init__(self) -> None:
+        self.orders: list[list[Chunk]] = [[], [], []]
+
+    def order_of(self, chunk: Chunk) -> list[Chunk] | None:
+        return next((order for order in self.orders if chunk in order), None)
+
+    def forget(self, chunk: Chunk) -> None:
+        if (order := self.order_of(chunk)) is not None:
+            order.remove(chunk)
+
+    def track(self, chunks: list[Chunk], before: Chunk | None = None) -> None:
+        for chunk in chunks:
+            if chunk.leases or chunk.pins or (chunk.detached and not chunk.ready):
+                continue
+            self.forget(chunk)
+            place = self.order_of(before) if before is not None and before.ready and chunk.ready else None
+            if place is not None and before is not None:
+                place.insert(place.index(before), chunk)
+                self.placed(chunk, place)
+            else:
+                self.orders[self.number(chunk) if chunk.ready else 0].append(chunk)
+
+    def placed(self, chunk: Chunk, place: list[Chunk]) -> None:
+        """It was put before another one."""
+
+    def number(self, chunk: Chunk) -> int:
+        """Of the order that a READY chunk belongs to."""
+        return 1
+
+    def use(self, chunks: list[Chunk]) -> None:
+        self.track(chunks)
+
+    def pop_incomplete(self) -> Chunk | None:
+        return self.orders[0].pop(0) if self.orders[0] else None
+
+    def pop_chunk(self) -> Chunk | None:
+        return next((order.pop(0) for order in self.orders[1:] if order), None)
+
+
+class PlainSlru(PlainLru):
+    """orders[1] is probation, orders[2] the protected segment."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.policy: EvictionPolicy = POLICIES["lru"]()
+        self.used: list[Chunk] = []
+
+    def number(self, chunk: Chunk) -> int:
+        return 2 if chunk in self.used else 1
+
+    def placed(self, chunk: Chunk, place: list[Chunk]) -> None:
+        self.used = [each for each in self.used if each is not chunk]
+        if place is self.orders[2] or (place is self.orders[0] and place[place.index(chunk) + 1] in self.used):
+            self.used.append(chunk)
+
+    def use(self, chunks: list[Chunk]) -> None:
+        for chunk in chunks:
+            if chunk not in self.used:
+                self.used.append(chunk)
+                self.forget(chunk)
+        self.track(chunks)
+
+    def demote(self) -> None:
+        _, probation, protected = self.orders
+        for _ in range(2):
+            if len(protected) - PROTECTED_SHARE * (len(probation) + len(protected)) >= 1:
+                probation.append(protected.pop(0))
+                self.used.remove(probation[-1])
+
+    def pop_chunk(self) -> Chunk | None:
+        self.demote()
+        return super().pop_chunk()
+
+
+class Shelf(RuleBasedStateMachine):
+    """Chunks are used, filled, leased, pinned and freed; the plain order does the same with lists."""
+
+    policy: EvictionPolicy
+    plain: PlainLru
+
+    def __init__(self) -> None:
+        super().__init__()
         self.index = Index(self.policy.make_chunk)
         self.chunks: list[Chunk] = []
-        self.incomplete: list[Chunk] = []
-        self.used: list[Chunk] = []
         self.keys = itertools.count()
 
-    def track(self, chunks: list[Chunk]) -> None:
-        self.policy.track(chunks)
-        for chunk in chunks:
-            if not chunk.leases and not chunk.pins and (chunk.ready or not chunk.detached):
-                self.forget(chunk)
-                (self.used if chunk.ready else self.incomplete).append(chunk)
-
-    def forget(self, chunk: Chunk) -> None:
-        self.incomplete, self.used = (
-            [each for each in order if each is not chunk] for order in (self.incomplete, self.used)
-        )
+    def track(self, chunks: list[Chunk], use: bool = False) -> None:
+        if use:
+            self.policy.use(chunks)
+            self.plain.use(chunks)
+        else:
+            self.policy.track(chunks)
+            self.plain.track(chunks)
 
     def untrack(self, chunk: Chunk) -> None:
         self.policy.untrack(chunk)
-        self.forget(chunk)
+        self.plain.forget(chunk)
 
     def chosen(self, number: int) -> Chunk:
         return self.chunks[number % len(self.chunks)]
 
-    @rule(ready=st.sampled_from([True, True, False]))
-    def store(self, ready: bool) -> None:
-        chunk = self.index.add_chunk(
-            self.index.find_or_make_namespace(b"n", one_group(1)), next(self.keys).to_bytes(32, "big")
-        )
+    @rule(ready=st.sampled_from([True, True, False]), use=st.booleans())
+    def store(self, ready: bool, use: bool) -> None:
+        """A new chunk, or one that is stored again soon after its eviction."""
+        namespace = self.index.find_or_make_namespace(b"n", one_group(1))
+        chunk = self.index.add_chunk(namespace, next(self.keys).to_bytes(32, "big"))
         chunk.ready = ready
         self.chunks.append(chunk)
-        self.track([chunk])
+        self.track([chunk], use)
 
     @precondition(lambda self: self.chunks)
-    @rule(numbers=st.lists(NUMBERS, min_size=1, max_size=5))
-    def use(self, numbers: list[int]) -> None:
-        self.track([self.chosen(number) for number in numbers])
+    @rule(numbers=st.lists(NUMBERS, min_size=1, max_size=5), before=NUMBERS)
+    def store_blocks_behind(self, numbers: list[int], before: int) -> None:
+        """Single blocks leave before the chunk that they follow."""
+        chunks, place = list(dict.fromkeys(map(self.chosen, numbers))), self.chosen(before)
+        chunks = [chunk for chunk in chunks if chunk is not place]
+        self.policy.track(chunks, place)
+        self.plain.track(chunks, place)
+
+    @precondition(lambda self: self.chunks)
+    @rule(numbers=st.lists(NUMBERS, min_size=1, max_size=5), use=st.booleans())
+    def look_at_or_use(self, numbers: list[int], use: bool) -> None:
+        self.track(list(dict.fromkeys(map(self.chosen, numbers))), use)
 
     @precondition(lambda self: self.chunks)
     @rule(number=NUMBERS)
@@ -75,7 +157,7 @@ class Shelf(RuleBasedStateMachine):
         chunk = self.chosen(number)
         self.untrack(chunk)
         setattr(chunk, by, 1 - getattr(chunk, by))
-        self.track([chunk])
+        self.track([chunk], use=by == "leases")
 
     @precondition(lambda self: self.chunks)
     @rule(number=NUMBERS)
@@ -87,29 +169,39 @@ class Shelf(RuleBasedStateMachine):
             self.untrack(chunk)
             chunk.ready = False
 
+    @rule(count=st.integers(1, 5))
+    def evict(self, count: int) -> None:
+        for _ in range(count):
+            assert self.policy.pop_chunk() is self.plain.pop_chunk()
+
     @rule()
-    def evict(self) -> None:
-        order = self.incomplete or self.used
-        chunk = self.policy.pop_chunk()
-        assert chunk is (order.pop(0) if order else None)
+    def evict_incomplete(self) -> None:
+        assert self.policy.pop_incomplete() is self.plain.pop_incomplete()
 
     @invariant()
     def what_is_tracked_may_be_evicted(self) -> None:
         for chunk in self.chunks:
-            assert self.policy.tracks(chunk) == (chunk in self.incomplete or chunk in self.used)
-        for order in (self.incomplete, self.used):
+            assert self.policy.tracks(chunk) == (self.plain.order_of(chunk) is not None)
+        for order in self.plain.orders:
             for chunk, younger in itertools.zip_longest(order, order[1:]):
                 assert self.policy.younger(chunk) is younger
 
     def teardown(self) -> None:
-        while self.incomplete or self.used:
-            self.evict()
-        self.evict()
+        while any(self.plain.orders):
+            self.evict(1)
+            self.evict_incomplete()
+        self.evict(1)
 
 
 @pytest.mark.hypothesis
-def test_the_least_recently_used_is_evicted_first_and_what_is_incomplete_before_it() -> None:
-    run_state_machine_as_test(Shelf, settings=examples(100))
+@pytest.mark.parametrize(("name", "plain"), [("lru", PlainLru), ("slru", PlainSlru)])
+def test_a_policy_evicts_in_the_order_of_its_plain_lists(name: str, plain: type[PlainLru]) -> None:
+    class PolicyShelf(Shelf):
+        def __init__(self) -> None:
+            self.policy, self.plain = POLICIES[name](), plain()
+            super().__init__()
+
+    run_state_machine_as_test(PolicyShelf, settings=examples(100))
 
 
 class LastInFirstOut:
@@ -127,6 +219,9 @@ class LastInFirstOut:
         self._tracked: dict[int, Chunk] = {}
         self._next = 0
 
+    def use(self, chunks: Iterable[Chunk]) -> None:
+        self.track(chunks)
+
     def track(self, chunks: Iterable[Chunk], before: Chunk | None = None) -> None:
         for chunk in chunks:
             assert isinstance(chunk, self.Numbered)
@@ -135,6 +230,9 @@ class LastInFirstOut:
             if not hasattr(chunk, "number"):
                 chunk.number = self._next = self._next + 1
             self._tracked[chunk.number] = chunk
+
+    def pop_incomplete(self) -> Chunk | None:
+        return None
 
     def pop_chunk(self) -> Chunk | None:
         return self._tracked.pop(max(self._tracked), None) if self._tracked else None

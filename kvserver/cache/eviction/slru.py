@@ -1,0 +1,104 @@
+"""A protected segment (SLRU, Karedla et al. 1994): what was used again leaves L1 after what was only stored.
+
+New chunks are on probation. A chunk that is used again joins the protected segment, which has at most PROTECTED_SHARE of the chunks: its least
+recently used ones go back to probation, as the youngest there. Each segment is an order of last use, and every use of a chunk is one of its
+prefix, so no chunk is evicted before the chunks behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import cast
+
+from kvserver.cache.chunk import Chunk, Namespace
+from kvserver.cache.eviction.rings import NOWHERE, RingChunk, Rings, empty_ring, link, oldest, unlink
+
+PROTECTED_SHARE = 0.4
+_USED, _COUNTED = 1, 2
+_PROBATION, _PROTECTED = _COUNTED, _COUNTED | _USED
+_DEMOTED = 2  # at most, by one pop_chunk()
+
+
+class _SegmentChunk(RingChunk):
+    """`state`: bits. _USED: its segment is the protected one. _COUNTED: it is in its segment now."""
+
+    __slots__ = ("state",)
+
+    def __init__(self, namespace: Namespace, key: bytes) -> None:
+        super().__init__(namespace, key)
+        self.state = 0
+
+
+class ProtectedSegment(Rings):
+    name = "slru"
+    make_chunk = _SegmentChunk
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._probation, self._protected = empty_ring(), empty_ring()
+        self._counts = [0, 0, 0, 0]  # by state
+
+    def track(self, chunks: Iterable[Chunk], before: Chunk | None = None) -> None:
+        place = cast(_SegmentChunk, before) if before is not None and before.ready and self.tracks(before) else None
+        counts = self._counts
+        for chunk in cast(Iterable[_SegmentChunk], chunks):  # runs for each chunk of each lookup: no calls in this loop
+            if chunk.leases or chunk.pins:
+                continue
+            if not chunk.ready and chunk.detached:
+                continue
+            older = chunk.older
+            if older is not NOWHERE:
+                younger = chunk.younger
+                older.younger = younger
+                younger.older = older
+                counts[chunk.state] -= 1
+            if not chunk.ready:
+                end, chunk.state = self._incomplete, chunk.state & _USED
+            elif place is not None:
+                end, chunk.state = place, place.state
+            elif chunk.state & _USED:
+                end, chunk.state = self._protected, _PROTECTED
+            else:
+                end, chunk.state = self._probation, _PROBATION
+            youngest = end.older
+            chunk.older = youngest
+            chunk.younger = end
+            youngest.younger = chunk
+            end.older = chunk
+            counts[chunk.state] += 1
+
+    def use(self, chunks: Iterable[Chunk]) -> None:
+        used = list(cast(Iterable[_SegmentChunk], chunks))
+        for chunk in used:
+            if not chunk.state & _USED:
+                self.untrack(chunk)
+                chunk.state = _USED
+        self.track(used)
+
+    def pop_chunk(self) -> Chunk | None:
+        self._demote()
+        chunk = oldest(self._probation) or oldest(self._protected)
+        if chunk is not None:
+            self.untrack(chunk)
+        return chunk
+
+    def untrack(self, chunk: Chunk) -> None:
+        chunk = cast(_SegmentChunk, chunk)
+        if chunk.older is not NOWHERE:
+            unlink(chunk)
+            self._counts[chunk.state] -= 1
+            chunk.state &= _USED
+
+    def _demote(self) -> None:
+        """Back to probation with what is too much in the protected segment, but with no more than _DEMOTED chunks.
+
+        Nothing gives way before an eviction: until L1 is full, the number of chunks does not show how many it can have.
+        """
+        counts = self._counts
+        excess = int(counts[_PROTECTED] - PROTECTED_SHARE * (counts[_PROBATION] + counts[_PROTECTED]))
+        for _ in range(min(_DEMOTED, excess)):
+            chunk = cast(_SegmentChunk, oldest(self._protected))
+            self.untrack(chunk)
+            link(chunk, self._probation)
+            chunk.state = _PROBATION
+            counts[_PROBATION] += 1
