@@ -18,7 +18,7 @@ from typing import NoReturn
 from kvserver import __version__
 from kvserver._native import HostRegion
 from kvserver.cache import POLICIES, Cache, PagePool, page_bytes_for
-from kvserver.config import Configuration, Placement, Settings, parse_tiers, read_token, set_up_logging
+from kvserver.config import Configuration, Placement, Settings, parse_shares, parse_tiers, read_token, set_up_logging
 from kvserver.copy import THIS_MACHINE, Devices, GpuRules, Hardware, chosen_l1, map_l1
 from kvserver.l2 import make_tier
 from kvserver.parts import Parts
@@ -105,7 +105,8 @@ def _make_l1(
     rules = GpuRules(hardware.open_gpu, settings.gpus, settings.pin != "off", hardware.gpu_way)
     devices = Devices(cpu, region, page_bytes, rules)
     devices.make_ready()
-    return region, devices, Cache(PagePool(region.size, page_bytes), POLICIES[settings.eviction_policy]()), placement
+    pool, policy = PagePool(region.size, page_bytes), POLICIES[settings.eviction_policy]()
+    return region, devices, Cache(pool, policy, parse_shares(settings.share)), placement
 
 
 def _make_tiers(settings: Settings, region: HostRegion, page_bytes: int) -> list[ConfiguredTier]:

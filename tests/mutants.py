@@ -77,6 +77,8 @@ L1_MODELS_TESTS = ("unit/server/test_l1_models.py",)
 POOL_TESTS = ("unit/cache/test_pool.py",)
 REFUSALS = "unit/server/test_refusals.py"
 EVICTION_TESTS = ("unit/cache/test_eviction.py",)
+SLRU, POLICY_TESTS = "kvserver/cache/eviction/slru.py", ("unit/cache/test_policies.py",)
+SHARES, SHARES_TESTS = "kvserver/cache/shares.py", ("unit/cache/test_shares.py", "unit/cache/test_policies.py")
 NAMESPACE_TESTS = ("unit/cache/test_namespace.py",)
 IDENTITY_TESTS = ("adapters/test_identity.py",)
 SHOWN_PASSWORDS = "issues/test_config_showed_passwords_of_storage.py"
@@ -405,7 +407,7 @@ STORES_AND_LOADS = (
     ),
     Mutant(
         "the end of a lease does not show its chunks to eviction",
-        LEASES, "Leases._end", "self._policy.track(reversed(lease.chunks))", "pass", CACHE_TESTS,
+        LEASES, "Leases._end", "self._policy.use(reversed(lease.chunks))", "pass", CACHE_TESTS,
     ),
     Mutant(
         "a chunk that is read when its namespace is cleared is removed twice",
@@ -521,7 +523,7 @@ STORES_AND_LOADS = (
     ),
     Mutant(
         "a store has no space while leases of a disconnected engine could end",
-        SPACE, "Space._allocate_slot", "elif done := self.leases.end_one():", "elif done := 0:",
+        SPACE, "Space._allocate_slot", "if done := self.leases.end_one():", "if done := 0:",
         ("issues/test_turns_grew_with_the_cache.py::test_a_store_waits_for_the_leases_of_a_disconnected_engine",),
     ),
     Mutant(
@@ -661,6 +663,59 @@ STORES_AND_LOADS = (
     Mutant(
         "incomplete chunks leave as late as the others",
         EVICTION, "LeastRecentlyUsed.track", "end = self._incomplete", "end = used", EVICTION_TESTS,
+    ),
+    Mutant(
+        "incomplete chunks are not evicted",
+        SPACE, "Space._allocate_slot", "self.policy.pop_incomplete() or ", "", POLICY_TESTS,
+    ),
+    Mutant(
+        "the end of a request is no use of what it found",
+        LEASES, "Leases._end", "self._policy.use(", "self._policy.track(", POLICY_TESTS,
+    ),
+    Mutant(
+        "what is used again stays on probation",
+        SLRU, "ProtectedSegment.use", "chunk.state = _USED", "chunk.state = 0", EVICTION_TESTS,
+    ),
+    Mutant(
+        "the protected segment grows without end",
+        SLRU, "ProtectedSegment.pop_chunk", "self._demote()", "pass", EVICTION_TESTS,
+    ),
+    Mutant(
+        "what is stored again soon after its eviction is as new as any other",
+        CACHE_STORES, "StorePlans.extend_plan", "if plan.returning:", "if False:", POLICY_TESTS,
+    ),
+    Mutant(
+        "a chunk comes back without its prefix",
+        CACHE_STORES, "StorePlans.extend_plan", "plan.returning = plan.returning and ", "plan.returning = ", POLICY_TESTS,
+    ),
+    # ---- shares of L1 -------------------------------------------------------------------------
+    Mutant(
+        "a share keeps nothing",
+        SHARES, "Shares.spares", " or model.pages - chunk.page_count >= model.share_pages", " or True", SHARES_TESTS,
+    ),
+    Mutant(
+        "an incomplete chunk is spared",
+        SHARES, "Shares.spares", "not chunk.ready or ", "", SHARES_TESTS,
+    ),
+    Mutant(
+        "an eviction leaves a model with less than its share where a chunk has several pages",
+        SHARES, "Shares.pop_released", "model.pages - chunk.page_count >= model.share_pages", "True", SHARES_TESTS,
+    ),
+    Mutant(
+        "what was spared stays before what is younger",
+        SPACE, "Space._allocate_slot", "self._shares.pop_released() or ", "", SHARES_TESTS,
+    ),
+    Mutant(
+        "a model has no space in its own share",
+        SPACE, "Space._allocate_slot", "self._shares.pop_own(model)", "None", SHARES_TESTS,
+    ),
+    Mutant(
+        "to spare a chunk costs a store no step",
+        SPACE, "Space._allocate_slot", "plan.steps -= 1\n                continue", "continue", SHARES_TESTS,
+    ),
+    Mutant(
+        "shares of more than all of L1 are taken",
+        "kvserver/config/shares.py", "parse_shares", "> 1:", "> 2:", ("unit/config/test_config.py",),
     ),
     # ---- who shares ---------------------------------------------------------------------------
     Mutant(

@@ -22,14 +22,15 @@ from kvserver.cache.pages import page_count
 
 
 class ModelUse:
-    """What one model uses of L1. `pages` includes the pages of detached chunks until they are freed."""
+    """What one model uses of L1. `pages` includes the pages of detached chunks until they are freed. `share_pages` are kept for it."""
 
-    __slots__ = ("chunks", "evicted_chunks", "never_loaded_chunks", "pages", "tail_blocks")
+    __slots__ = ("chunks", "evicted_chunks", "never_loaded_chunks", "pages", "share_pages", "tail_blocks")
 
     def __init__(self) -> None:
         self.chunks = 0
         self.tail_blocks = 0  # which are not among the chunks
         self.pages = 0
+        self.share_pages = 0
         self.evicted_chunks = 0
         self.never_loaded_chunks = 0  # evicted chunks that were READY and never loaded
 

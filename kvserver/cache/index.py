@@ -49,11 +49,11 @@ class Index:
 
     def find_or_make_namespace(self, id: bytes, groups: Groups, model_name: str = "") -> Namespace:
         """The namespace. A new one belongs to this model, and enters the index with its first chunk."""
-        found = self._namespaces.get(id) or Namespace(id, groups, self._model(model_name))
+        found = self._namespaces.get(id) or Namespace(id, groups, self.model(model_name))
         assert found.groups.masks == groups.masks, "groups and ranks are part of the fingerprint"
         return found
 
-    def _model(self, name: str) -> ModelUse:
+    def model(self, name: str) -> ModelUse:
         return self.models.setdefault(bounded(name, self.models), ModelUse())
 
     def add_chunk(self, namespace: Namespace, key: bytes) -> Chunk:

@@ -1,32 +1,39 @@
 """The memory of L1: which chunks have it, and who must leave so that others get it.
 
-Owns: index, pool, eviction policy, pins, leases and cleared chunks, and what is counted of evictions. Refuses to know: what
+Owns: index, pool, eviction policy, shares, pins, leases and cleared chunks, and what is counted of evictions. Refuses to know: what
 a store plans (`store_plans`) and what a lookup finds (`cache`).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from types import MappingProxyType
 
-from kvserver.cache.chunk import Chunk, Namespace
+from kvserver.cache.chunk import Chunk, ModelUse, Namespace
 from kvserver.cache.eviction import EvictionPolicy
 from kvserver.cache.index import Index
 from kvserver.cache.leases import Leases
 from kvserver.cache.misses import EvictedKeys
 from kvserver.cache.pages import PagePool, page_count
+from kvserver.cache.shares import Shares
 from kvserver.cache.store_plan import StorePlan
 
 SLICE = 256  # chunks that one step() frees or unleases
 _EVICTION_STEPS = 3  # steps of one eviction, beside the step of looking at the chunk
+_NO_SHARES: Mapping[str, Decimal] = MappingProxyType({})
 
 
 class Space:
-    def __init__(self, pool: PagePool, policy: EvictionPolicy) -> None:
+    """`shares`: the fraction of L1 that is kept for a model, by its name: at most 1 together."""
+
+    def __init__(self, pool: PagePool, policy: EvictionPolicy, shares: Mapping[str, Decimal] = _NO_SHARES) -> None:
         self.pool = pool
         self.policy = policy
         self.index = Index(policy.make_chunk)
         self.leases = Leases(policy)
+        self._shares = Shares({self.index.model(name): int(share * pool.pages) for name, share in shares.items()})
         self.evicted_chunks = 0
         self.evicted_tail_blocks = 0
         self.evicted_pages = 0
@@ -114,11 +121,11 @@ class Space:
         self.policy.untrack(chunk)
         return pages
 
-    def _allocate_slots(self, plan: StorePlan) -> list[bytes] | None:
+    def _allocate_slots(self, plan: StorePlan, model: ModelUse) -> list[bytes] | None:
         """All of one chunk's slots, or None and none."""
         slots: list[bytes] = []
         while len(slots) < len(plan.slots):
-            slot = self._allocate_slot(plan)
+            slot = self._allocate_slot(plan, model)
             if slot is None:
                 for allocated in slots:
                     self.pool.free_pages(allocated)
@@ -126,7 +133,7 @@ class Space:
             slots.append(slot)
         return slots
 
-    def _allocate_slot(self, plan: StorePlan) -> bytes | None:
+    def _allocate_slot(self, plan: StorePlan, model: ModelUse) -> bytes | None:
         """One slot of one chunk, evicting as needed. None if `plan.steps` are used up or no chunk may be evicted."""
         while (slot := self.pool.allocate_pages(plan.pages)) is None:
             if plan.steps <= 0:
@@ -134,17 +141,22 @@ class Space:
             if done := self._free_one_chunk():
                 plan.steps -= done
                 continue
-            chunk = self.policy.pop_incomplete() or self.policy.pop_chunk()
-            if chunk is not None:
+            chunk = self.policy.pop_incomplete() or self._shares.pop_released() or self.policy.pop_chunk()
+            if chunk is None:
+                if done := self.leases.end_one():
+                    plan.steps -= done
+                    continue
+                chunk = self._shares.pop_own(model)
+                if chunk is None:
+                    plan.full = True
+                    return None
+            elif self._shares.spares(chunk):
                 plan.steps -= 1
-                if not (chunk.leases or chunk.pins):
-                    plan.steps -= _EVICTION_STEPS
-                    self._evict_chunk(chunk, plan)
-            elif done := self.leases.end_one():
-                plan.steps -= done
-            else:
-                plan.full = True
-                return None
+                continue
+            plan.steps -= 1
+            if not (chunk.leases or chunk.pins):
+                plan.steps -= _EVICTION_STEPS
+                self._evict_chunk(chunk, plan)
         return slot
 
     def _evict_chunk(self, chunk: Chunk, plan: StorePlan) -> None:

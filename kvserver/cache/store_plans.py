@@ -86,7 +86,7 @@ class StorePlans(Space):
                 continue
             if chunk is not None:
                 chunk.pins += 1  # it may have been added after planning began, then `found` does not pin it
-            slots = self._allocate_slots(plan)
+            slots = self._allocate_slots(plan, namespace.model)
             if slots is None:
                 if chunk is not None:
                     chunk.pins -= 1

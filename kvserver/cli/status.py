@@ -81,6 +81,7 @@ def table(status: DaemonStatus) -> str:
         f"up {duration(status.uptime_seconds)}  boot {status.boot_id}",
         f"L1     {bar(l1.used_bytes, l1.size_bytes)} {size(l1.used_bytes)} of {size(l1.size_bytes)}, "
         f"{l1.chunks} chunks, {l1.evictions} evicted ({l1.policy})",
+        *_shares(l1),
         *what_if(status.what_if, l1.policy),
         *map(tier_line, status.l2),
         _prompts(totals.prompt_tokens),
@@ -136,6 +137,15 @@ def what_if(curve: WhatIfStatus, policy: str) -> list[str]:
     ]
     other = "" if policy == curve.policy else f"; L1 evicts by {policy}"
     return [f"if L1 were  {', '.join(shares)} of tokens looked up would be hits (estimated, by {curve.policy}{other})"]
+
+
+def _shares(l1: L1Status) -> list[str]:
+    """The models for which a part of L1 is kept."""
+    return [
+        f"share  {name}: {size(model.used_bytes)} used, {size(model.share_bytes)} kept, {model.evictions} evicted"
+        for name, model in l1.models.items()
+        if model.share_bytes
+    ]
 
 
 def tier_line(tier: TierStatus) -> str:

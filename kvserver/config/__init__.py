@@ -14,5 +14,6 @@ from kvserver.config.settings import (
     parse_otlp_endpoint,
     parse_size,
 )
+from kvserver.config.shares import parse_shares
 from kvserver.config.sources import Configuration, add_flags, field_types, flag, read_configuration, variable
 from kvserver.config.tiers import TierUrl, parse_tiers, without_user

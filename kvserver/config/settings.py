@@ -136,6 +136,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             "which requests, and kvserver replay what they find of yours."
         ),
     ] = "lru"
+    share: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Part of L1 that is kept for a model, as MODEL=FRACTION (llama=0.3) with the name under which the engine serves it; the flag may "
+            "be given again, for fractions of at most 1 together. No store of another model leaves this one with less. What the model does not use of its share "
+            "other models may use, until it stores more. Models without a share have the rest: nothing, if shares of 1 are used."
+        ),
+    ] = ()
     l2: Annotated[
         tuple[str, ...],
         Meta(

@@ -29,6 +29,7 @@ from kvserver.config.settings import (
     parse_otlp_endpoint,
     parse_size,
 )
+from kvserver.config.shares import parse_shares
 from kvserver.config.tiers import parse_tiers, without_user
 from kvserver.protocol import ConfigError, default_endpoint
 
@@ -192,6 +193,7 @@ _CHECKS: dict[str, Callable[[Any], object]] = {  # checks that a type cannot exp
     "record_size": parse_size,
     "gpus": parse_gpus,
     "l2": parse_tiers,
+    "share": parse_shares,
     "otlp_endpoint": parse_otlp_endpoint,
 }
 

@@ -23,6 +23,7 @@ class ModelStatus(Struct, frozen=True, kw_only=True):
     chunks: int = 0
     evictions: int = 0
     never_loaded: int = 0  # of the evicted chunks
+    share_bytes: int = 0  # of L1 that are kept for it; 0: it has no share
 
 
 class L1Status(Struct, frozen=True, kw_only=True):

@@ -44,6 +44,7 @@ def l1_status(cache: Cache, placement: Placement) -> L1Status:
                 chunks=model.chunks,
                 evictions=model.evicted_chunks,
                 never_loaded=model.never_loaded_chunks,
+                share_bytes=model.share_pages * pool.page_bytes,
             )
             for name, model in cache.index.models.items()
         },

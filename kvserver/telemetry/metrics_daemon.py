@@ -72,6 +72,7 @@ _L1_MODEL: tuple[Metric[ModelStatus], ...] = (
     Metric("kvserver_l1_model_used_bytes", "Memory of L1 that chunks of a model occupy.", Kind.GAUGE, lambda of: of.used_bytes),
     Metric("kvserver_l1_model_chunks", "Chunks of a model in L1, also chunks that stores are filling.", Kind.GAUGE, lambda of: of.chunks),
     Metric("kvserver_l1_never_loaded_chunks", "Chunks of a model evicted from L1 that no engine had ever loaded.", Kind.COUNTER, lambda of: of.never_loaded),
+    Metric("kvserver_l1_model_share_bytes", "Memory of L1 that is kept for a model when chunks are evicted; 0 for a model without a share.", Kind.GAUGE, lambda of: of.share_bytes),
     Metric("kvserver_l1_model_evicted_chunks", "Chunks of a model evicted from L1, each once for all ranks.", Kind.COUNTER, lambda of: of.evictions),
 )  # fmt: skip
 _TIER: tuple[Metric[TierStatus], ...] = (

@@ -1,4 +1,4 @@
-"""The cache under each policy: whatever happens, an eviction keeps the rules of `cache`.
+"""The cache under each policy, with shares and without: whatever happens, an eviction keeps the rules of `cache` and `shares`.
 
 And what each policy keeps. The policies that `bench/` has tried keep the same contract.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -29,8 +30,9 @@ ALL = POLICIES | TRIED
 every_policy = pytest.mark.parametrize("policy", ALL)
 
 
-def make_cache(policy: str, pages: int) -> Cache:
-    return Cache(PagePool(pages * PAGE, PAGE), ALL[policy]())
+def make_cache(policy: str, pages: int, **shares: str) -> Cache:
+    fractions = {model: Decimal(share) for model, share in shares.items()}
+    return Cache(PagePool(pages * PAGE, PAGE), ALL[policy](), fractions)
 
 
 def keys(names: list[int]) -> bytes:
@@ -60,8 +62,8 @@ class Requests:
 
     MODELS = (("a", ONE_RANK, one_group(1)), ("b", TWO_RANKS, one_group(2)), ("c", OTHER, one_group(1)))
 
-    def __init__(self, policy: str) -> None:
-        self.cache = make_cache(policy, 24)
+    def __init__(self, policy: str, **shares: str) -> None:
+        self.cache = make_cache(policy, 24, **shares)
         self.leases: dict[tuple[str, str], list[Chunk]] = {}
         self.loads: list[list[Chunk]] = []
         self.plans: list[StorePlan] = []
@@ -113,10 +115,25 @@ class Requests:
         left = self.idle(but=plan)
         if any(idle[evicted] for evicted in plan.evicted):
             assert all(chunk.ready for chunk in left), "an incomplete chunk stays, and a READY one leaves"
-        if plan.no_space:
-            assert not left, "no space, while a chunk may be evicted"
-            assert self.cache.pool.used_pages == self.cache.pool.pages
+        self.check_shares(model, {id for id, key in plan.evicted if idle[id, key]}, left, plan)
         assert len(plan.chunks) + plan.skipped + plan.no_space == len(names)
+
+    def check_shares(self, model: str, losers: set[bytes], left: list[Chunk], plan: StorePlan) -> None:
+        """`losers`: the namespaces of which READY chunks were evicted."""
+        models = self.cache.index.models
+        for name, namespace, _ in self.MODELS:
+            of = models.get(name)
+            if of is not None and namespace in losers and name != model:
+                assert of.pages >= of.share_pages, f"{name} was pushed below its share by {model}"
+        own, lost = models[model], plan.namespace_id in losers
+        others = [chunk for chunk in left if chunk.namespace.model is not own]
+        evictable = [c for c in others if c.namespace.model.pages - c.page_count >= c.namespace.model.share_pages]
+        if lost and own.pages < own.share_pages:
+            assert not evictable, f"{model} lost its own below its share, while another has more than its share"
+        if plan.no_space:
+            assert not evictable, "no space, while a chunk may be evicted"
+            assert not any(chunk.namespace.model is own for chunk in left) or not own.share_pages
+            assert self.cache.pool.used_pages == self.cache.pool.pages
 
     def end(self) -> None:
         for plan in self.plans:
@@ -129,15 +146,21 @@ class Requests:
         self.cache.audit()
 
 
+SHARES = [{}, {"a": "0.5"}, {"a": "0.3", "b": "0.5"}, {"a": "0.25", "b": "0.25", "c": "0.5"}]
+
+
 @every_policy
+@pytest.mark.parametrize("shares", SHARES, ids=str)
 @pytest.mark.hypothesis
-def test_an_eviction_spares_what_is_held_and_takes_what_is_incomplete_first_and_enough(policy: str) -> None:
+def test_an_eviction_spares_what_is_held_and_shares_and_takes_what_is_incomplete_first_and_enough(
+    policy: str, shares: dict[str, str]
+) -> None:
     evictions = Counter[str]()
 
     @given(steps=walks(150))
     @examples(15)
     def walk(steps: list[Dice]) -> None:
-        requests, twin = Requests(policy), Requests(policy)
+        requests, twin = Requests(policy, **shares), Requests(policy, **shares)
         for dice in steps:
             number = dice.number
             requests.step(dice)

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvserver.config import Settings, parse_gpus, parse_size, sources
+from kvserver.config import Settings, parse_gpus, parse_shares, parse_size, sources
 from kvserver.config.settings import GiB, KiB, MiB
 from kvserver.protocol import ConfigError, default_endpoint
 
@@ -66,6 +66,7 @@ def test_every_setting_is_a_flag_an_environment_variable_and_a_key(name: str, to
     value = {
         "l1_size": "1GiB",
         "l2": "file:///a?size=1GiB",
+        "share": "llama=0.5",
         "tails": "off",
         "kv_events": "on",
         "kv_events_endpoint": "tcp://*:5557",
@@ -106,6 +107,19 @@ def test_a_setting_with_several_values_is_a_repeated_flag_words_in_the_environme
     assert load(parsed("--config", toml(f"l2 = {urls}")), {}).l2 == tuple(urls)
 
 
+def test_shares_are_by_model_and_at_most_all_of_l1() -> None:
+    ten = [f"m{number}=0.1" for number in range(10)]
+    assert load({"share": ten}, {}).share == tuple(ten)
+    assert parse_shares(["a/b=c=0.25", ".d=.75"]) == {"a/b=c": 0.25, ".d": 0.75}
+    for shares, why in (
+        (["a=0.5", "b=0.51"], r"--share .*the shares are 1\.01 of L1 together"),
+        (["a=0.5", "a=0.1"], "'a' has two shares"),
+        ([f"m{number}=0.01" for number in range(65)], "65 models have shares; at most 64 can"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            load({"share": shares}, {})
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_setting_is_described(name: str) -> None:
     text = sources.descriptions()[name]
@@ -129,7 +143,21 @@ BAD = {
     "l1_size": ["lots", "-1GiB", "GiB", "5 GiG", "0", "0GiB", "4095"],
     "l1_huge_pages": ["4KiB", "yes", "2mib", ""],
     "l1_numa": ["bind", "bind:", "bind:x", "bind:0-1", "bind:-1", "all", ""],
-    "eviction_policy": ["random"],
+    "eviction_policy": ["random", "LRU", ""],
+    "share": [
+        "llama",
+        "=0.5",
+        "llama=",
+        "llama=half",
+        "llama=-0.1",
+        "llama=0",
+        "llama=1.01",
+        "llama=nan",
+        "llama=1e-1",
+        "llama=50%",
+        "(other)=0.5",
+        f"{'m' * 513}=0.5",
+    ],
     "log_level": ["loud"],
     "log_format": ["xml"],
     "gpus": ["all", "0", "0,1", "GPU-", "AUTO", "", f"{GPU},", f"{GPU},auto", f"{GPU},{GPU}", GPU.upper(), f"{GPU}0"],

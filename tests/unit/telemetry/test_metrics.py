@@ -65,6 +65,7 @@ FROM_THE_START = {
     "kvserver_build_info": "gauge",
     "kvserver_l1_model_used_bytes": "gauge",
     "kvserver_l1_model_chunks": "gauge",
+    "kvserver_l1_model_share_bytes": "gauge",
     "kvserver_l1_model_evicted_chunks": "counter",
     "kvserver_instances": "gauge",
     "kvserver_instances_connected": "counter",
