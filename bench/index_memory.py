@@ -41,11 +41,11 @@ def resident_bytes() -> int:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def filled(chunks: int, ranks: int) -> Cache:
+def filled(chunks: int, ranks: int, policy: str) -> Cache:
     """A cache of so many READY chunks, stored KEYS at a time as a server does it. Half of them were used again."""
     page_bytes = 4096
     pool = PagePool((chunks + KEYS) * ranks * SLOT_BYTES, page_bytes)
-    cache = Cache(pool, POLICIES["lru"]())
+    cache = Cache(pool, POLICIES[policy]())
     rng = random.Random(0)
     for first in range(0, chunks, KEYS):
         keys = rng.randbytes(KEY_BYTES * min(KEYS, chunks - first))
@@ -61,27 +61,30 @@ def filled(chunks: int, ranks: int) -> Cache:
     return cache
 
 
-def lookup_micros(cache: Cache) -> float:
-    """Median of looking up KEYS chunks that are there, and of ending the lease, each time others."""
+def lookup_micros(cache: Cache) -> tuple[float, float]:
+    """Medians of looking up KEYS chunks that are there, and of ending their lease, each time others."""
     rng = random.Random(1)
     known = [chunk.key for chunk in cache.index]
-    took = []
+    took: list[float] = []
+    ends: list[float] = []
     for _ in range(LOOKUPS):
         first = rng.randrange(len(known) - KEYS)
         keys = b"".join(known[first : first + KEYS])
         began = time.perf_counter()
         assert cache.lookup(NAMESPACE, keys, ("engine", "request"), 1e9).hit_chunks == KEYS
         took.append((time.perf_counter() - began) * 1e6)
+        began = time.perf_counter()
         cache.end_lease(("engine", "request"))
-    return statistics.median(took)
+        ends.append((time.perf_counter() - began) * 1e6)
+    return statistics.median(took), statistics.median(ends)
 
 
-def measure(chunks: int, ranks: int) -> tuple[float, float]:
+def measure(chunks: int, ranks: int, policy: str) -> tuple[float, float, float]:
     gc.freeze()  # as the server does
     before = resident_bytes()
-    cache = filled(chunks, ranks)
+    cache = filled(chunks, ranks, policy)
     gc.collect()
-    return (resident_bytes() - before) / chunks, lookup_micros(cache)
+    return (resident_bytes() - before) / chunks, *lookup_micros(cache)
 
 
 # ---- a whole daemon -----------------------------------------------------------------------------
@@ -174,18 +177,25 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--daemons", type=int, nargs="*", default=[100_000, 1_000_000])
+    parser.add_argument("--policies", nargs="+", default=list(POLICIES))
     options = parser.parse_args()
     rows: list[list[object]] = []
-    for ranks, chunks in itertools.product(options.ranks, options.chunks):
-        rows.append([ranks, chunks, *fresh(measure, chunks, ranks)])
-    print(table(["ranks", "chunks", "resident bytes a chunk", f"lookup of {KEYS} us"], rows), end="\n\n")
+    for ranks, chunks, policy in itertools.product(options.ranks, options.chunks, options.policies):
+        rows.append([ranks, chunks, policy, *fresh(measure, chunks, ranks, policy)])
+    print(
+        table(["ranks", "chunks", "policy", "resident bytes a chunk", f"lookup of {KEYS} us", "its end us"], rows),
+        end="\n\n",
+    )
     rows = []
     parts = ["match index", "lifetimes"]
     for ranks, chunks in itertools.product(options.ranks, options.daemons):
         if chunks * ranks * PAGE_BYTES > MOST_L1_BYTES:
             continue
         chunks -= chunks % KEYS
-        known = [fresh(measure, chunks, ranks)[0], *(fresh(observed, part, chunks) for part in parts)]
+        known = [
+            fresh(measure, chunks, ranks, Settings().eviction_policy)[0],
+            *(fresh(observed, part, chunks) for part in parts),
+        ]
         full, replaced = whole(chunks, ranks, kv_events=False)
         rows.append([ranks, "off", chunks, *known, "", full - sum(known), full, replaced])
         if chunks * ranks <= MOST_DESCRIBED:

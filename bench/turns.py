@@ -13,6 +13,7 @@ import gc
 import random
 import time
 from collections.abc import Callable
+from decimal import Decimal
 
 from common import table
 
@@ -24,16 +25,18 @@ NAMESPACE, PAGE, KEYS, FOREVER = b"n" * 32, 4096, 512, 1e9
 
 
 class Loop:
-    """A full L1 of so many chunks, one page each, and the turns that end its work."""
+    """A full L1 of so many chunks of one model, one page each, and the turns that end its work. 9 of 10 may be its share."""
 
-    def __init__(self, chunks: int) -> None:
-        self.cache = Cache(PagePool(chunks * PAGE, PAGE), POLICIES["lru"]())
+    def __init__(self, chunks: int, policy: str, share: bool = False) -> None:
+        shares = {"quiet": Decimal("0.9")} if share else {}
+        self.cache = Cache(PagePool(chunks * PAGE, PAGE), POLICIES[policy](), shares)
         source = random.Random(0)
         self.messages = [source.randbytes(KEY_BYTES * min(KEYS, chunks - first)) for first in range(0, chunks, KEYS)]
         self.longest = 0.0
         self.turns = 0
         for keys in self.messages:
-            self.cache.finish_store(self.cache.plan_store(NAMESPACE, one_group(1), keys, PAGE), copied=True)
+            plan = self.cache.plan_store(NAMESPACE, one_group(1), keys, PAGE, model_name="quiet")
+            self.cache.finish_store(plan, copied=True)
 
     def turn(self, what: Callable[[], object]) -> None:
         began = time.thread_time()
@@ -95,6 +98,13 @@ def one_evicts_nearly_all(loop: Loop) -> None:
     assert loop.store(loop.cache.pool.pages * 9 // 10).no_space == 0
 
 
+def all_spared(loop: Loop) -> None:
+    """The second store of another model finds nothing but the first model's share, and its own chunk behind it."""
+    assert loop.store(loop.cache.pool.pages // 10).no_space == 0
+    assert loop.store().no_space == 0
+    assert loop.cache.index.models["quiet"].pages == loop.cache.pool.pages * 9 // 10
+
+
 def clear(loop: Loop) -> None:
     loop.turn(loop.cache.clear_namespaces)
     loop.rest()
@@ -109,19 +119,29 @@ def all_missed(loop: Loop) -> None:
         loop.turn(lambda: loop.cache.lookup(NAMESPACE, keys, ("engine", "missed"), 1e9))  # noqa: B023
 
 
-CASES = [all_leased, all_used_since, engine_departs, leases_expire, one_evicts_nearly_all, clear, all_missed]
+CASES = [
+    all_leased,
+    all_used_since,
+    engine_departs,
+    leases_expire,
+    one_evicts_nearly_all,
+    all_spared,
+    clear,
+    all_missed,
+]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chunks", type=int, nargs="+", default=[50_000, 200_000])
+    parser.add_argument("--policy", default="slru", choices=POLICIES)
     options = parser.parse_args()
     gc.disable()  # as the server does
     rows: list[list[object]] = []
     for case in CASES:
         row: list[object] = [case.__name__.replace("_", " ")]
         for chunks in options.chunks:
-            loop = Loop(chunks)
+            loop = Loop(chunks, options.policy, share=case is all_spared)
             case(loop)
             row += [loop.longest * 1e3, loop.turns]
         rows.append(row)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import cast
 
 from kvserver.cache.chunk import Chunk, Namespace
-from kvserver.cache.eviction.rings import NOWHERE, RingChunk, Rings, empty_ring, link, oldest, unlink
+from kvserver.cache.eviction.rings import NOWHERE, Place, RingChunk, Rings, empty_ring, link, oldest, unlink
 
 PROTECTED_SHARE = 0.4
 _USED, _COUNTED = 1, 2
@@ -36,43 +36,47 @@ class ProtectedSegment(Rings):
     def __init__(self) -> None:
         super().__init__()
         self._probation, self._protected = empty_ring(), empty_ring()
-        self._counts = [0, 0, 0, 0]  # by state
+        self._counts = [0, 0, 0, 0]  # by state; those of chunks in no segment have no meaning
 
     def track(self, chunks: Iterable[Chunk], before: Chunk | None = None) -> None:
         place = cast(_SegmentChunk, before) if before is not None and before.ready and self.tracks(before) else None
-        counts = self._counts
+        counts, probation, protected = self._counts, self._probation, self._protected
+        end: Place
         for chunk in cast(Iterable[_SegmentChunk], chunks):  # runs for each chunk of each lookup: no calls in this loop
             if chunk.leases or chunk.pins:
                 continue
-            if not chunk.ready and chunk.detached:
+            if chunk.ready:
+                if place is not None:
+                    end, state = place, place.state
+                elif chunk.state & _USED:
+                    end, state = protected, _PROTECTED
+                else:
+                    end, state = probation, _PROBATION
+            elif chunk.detached:
                 continue
+            else:
+                end, state = self._incomplete, chunk.state & _USED
             older = chunk.older
             if older is not NOWHERE:
                 younger = chunk.younger
                 older.younger = younger
                 younger.older = older
-                counts[chunk.state] -= 1
-            if not chunk.ready:
-                end, chunk.state = self._incomplete, chunk.state & _USED
-            elif place is not None:
-                end, chunk.state = place, place.state
-            elif chunk.state & _USED:
-                end, chunk.state = self._protected, _PROTECTED
-            else:
-                end, chunk.state = self._probation, _PROBATION
             youngest = end.older
             chunk.older = youngest
             chunk.younger = end
             youngest.younger = chunk
             end.older = chunk
-            counts[chunk.state] += 1
+            if chunk.state != state:
+                counts[chunk.state] -= 1
+                counts[state] += 1
+                chunk.state = state
 
     def use(self, chunks: Iterable[Chunk]) -> None:
         used = list(cast(Iterable[_SegmentChunk], chunks))
         for chunk in used:
             if not chunk.state & _USED:
                 self.untrack(chunk)
-                chunk.state = _USED
+                chunk.state |= _USED
         self.track(used)
 
     def pop_chunk(self) -> Chunk | None:
