@@ -4,7 +4,7 @@ New chunks enter the small queue. At its end, what was used moves on to the main
 what was used begins anew, with one use less. What is stored again soon after its eviction enters the main queue at once.
 
 Here one use is enough to move on, where the paper wants two: a prompt's first chunks are older than what other requests store
-behind them, and would be evicted before it. Even so a chunk may leave before the chunks behind it, which nobody finds then.
+behind them, and would be evicted before it. Even so a chunk may leave before the chunks behind it, which no lookup finds then.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def test_a_share_that_is_not_used_others_use_and_its_model_gets_it_back_at_once(
     ],
     ids=["more than all", "no fraction", "out of range", "twice"],
 )
-def test_a_daemon_with_bad_shares_does_not_start_and_says_why(shares: list[str], why: str) -> None:
+def test_a_daemon_with_bad_shares_does_not_start_and_states_why(shares: list[str], why: str) -> None:
     flags = [word for share in shares for word in ("--share", share)]
     done = subprocess.run([KVSERVER, "serve", *flags], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2

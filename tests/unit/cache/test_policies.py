@@ -58,7 +58,7 @@ def resident(cache: Cache) -> set[int]:
 
 
 class Requests:
-    """A walk of requests of three models over a cache of 24 pages. What they hold is counted apart."""
+    """A walk of requests of three models over a cache of 24 pages. What they use is counted apart."""
 
     MODELS = (("a", ONE_RANK, one_group(1)), ("b", TWO_RANKS, one_group(2)), ("c", OTHER, one_group(1)))
 
@@ -98,11 +98,11 @@ class Requests:
         return [chunk for chunk in self.cache.index.find_chunks(namespace, keys(names)) if chunk is not None]
 
     def idle(self, but: StorePlan | None = None) -> list[Chunk]:
-        """In L1, and held by no request; and no part of this store."""
-        held = {id(chunk) for chunks in (*self.leases.values(), *self.loads) for chunk in chunks}
-        held.update(id(chunk) for plan in self.plans for chunk in plan.chunks)
-        held.update(id(chunk) for chunk in ((*but.prefix, *but.found) if but is not None else []))
-        return [chunk for chunk in self.cache.index if id(chunk) not in held]
+        """In L1, and used by no request; and no part of this store."""
+        busy = {id(chunk) for chunks in (*self.leases.values(), *self.loads) for chunk in chunks}
+        busy.update(id(chunk) for plan in self.plans for chunk in plan.chunks)
+        busy.update(id(chunk) for chunk in ((*but.prefix, *but.found) if but is not None else []))
+        return [chunk for chunk in self.cache.index if id(chunk) not in busy]
 
     def store(self, names: list[int], model: str, namespace: bytes, groups: Groups, rank: int) -> None:
         idle = {(chunk.namespace.id, chunk.key): bool(chunk.ready) for chunk in self.idle()}
@@ -152,7 +152,7 @@ SHARES = [{}, {"a": "0.5"}, {"a": "0.3", "b": "0.5"}, {"a": "0.25", "b": "0.25",
 @every_policy
 @pytest.mark.parametrize("shares", SHARES, ids=str)
 @pytest.mark.hypothesis
-def test_an_eviction_spares_what_is_held_and_shares_and_takes_what_is_incomplete_first_and_enough(
+def test_an_eviction_spares_what_requests_use_and_shares_and_takes_what_is_incomplete_first_and_enough(
     policy: str, shares: dict[str, str]
 ) -> None:
     evictions = Counter[str]()
@@ -230,7 +230,7 @@ def test_what_comes_back_after_its_eviction_is_kept_from_a_scan(policy: str) -> 
 
 
 def test_a_chunk_comes_back_only_with_its_prefix() -> None:
-    """Else it would be protected and outlast the chunks before it, without which nobody finds it."""
+    """Else it would be protected and outlast the chunks before it, without which no lookup finds it."""
     cache = make_cache("slru", 10)
     store(cache, 1, 2)
     use(cache, 1)
