@@ -699,7 +699,8 @@ STORES_AND_LOADS = (
     ),
     Mutant(
         "an eviction leaves a model with less than its share where a chunk has several pages",
-        SHARES, "Shares.pop_released", "model.pages - chunk.page_count >= model.share_pages", "True", SHARES_TESTS,
+        SHARES, "Shares.spares", "model.pages - chunk.page_count >= model.share_pages", "model.pages > model.share_pages",
+        SHARES_TESTS,
     ),
     Mutant(
         "what was spared stays before what is younger",
