@@ -258,6 +258,9 @@ PAGE_AND_HISTORY = (
     Mutant(
         "samples leave out instances that disconnected",
         "kvserver/server/instances.py", "Instances.all_counts", "(*self.by_id.values(), *self.departed.values())", "self.by_id.values()", PAGE_TESTS,
+    ),
+)  # fmt: skip
+
 CLEARS, CLEAR_TESTS = "kvserver/server/clears.py", ("daemon/test_operator_clear.py",)
 
 COMMANDS = (
