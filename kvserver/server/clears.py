@@ -62,7 +62,6 @@ class ClearRefusal:
 class Clears:
     def __init__(self, upkeep: Upkeep) -> None:
         self._upkeep = upkeep
-        self._cache, self._tiers, self._instances = upkeep.cache, upkeep.tiers, upkeep.workers.instances
 
     def clear(self, request: ClearRequest, done: Callable[[str], None]) -> ClearReport | ClearRefusal:
         """Choose and clear. Nothing of it is found from now on; `done` is called with what failed or "", as by `Upkeep.clear`.
@@ -110,7 +109,7 @@ class Clears:
     def _of_instance(self, instance_id: str) -> tuple[list[Instance], set[bytes]] | ClearRefusal:
         named = [instance for instance in self._all() if instance.instance_id == instance_id]
         if not named:
-            known = ", ".join(self._instances.by_id) or "none"
+            known = ", ".join(self._upkeep.workers.instances.by_id) or "none"
             return ClearRefusal("unknown_instance", f"no instance {instance_id!r} is known; registered are: {known}")
         prefixes = {instance.last_namespace for instance in named if instance.last_namespace is not None}
         if not prefixes:
@@ -119,7 +118,7 @@ class Clears:
 
     def _of_model(self, model_name: str) -> tuple[list[Instance], set[bytes]] | ClearRefusal:
         named = [instance for instance in self._all() if instance.model_name == model_name]
-        prefixes = {split_namespace(id)[0] for id in self._cache.index.ids_of_model(model_name)}
+        prefixes = {split_namespace(id)[0] for id in self._upkeep.cache.index.ids_of_model(model_name)}
         prefixes |= {instance.last_namespace for instance in named if instance.last_namespace is not None}
         if not prefixes:
             known = ", ".join(dict.fromkeys(instance.model_name for instance in self._all())) or "none"
@@ -133,8 +132,8 @@ class Clears:
         return named, prefixes
 
     def _all(self) -> Iterable[Instance]:
-        yield from self._instances.by_id.values()
-        yield from self._instances.departed.values()
+        yield from self._upkeep.workers.instances.by_id.values()
+        yield from self._upkeep.workers.instances.departed.values()
 
     # ---- what it is ---------------------------------------------------------------------------
 
@@ -142,7 +141,7 @@ class Clears:
         users = [one for one in self._all() if named is None or one.last_namespace in prefixes]
         meant = users if named is None else named
         names = {one.instance_id for one in meant}
-        chunks, tail_blocks = self._cache.index.count_with(tuple(prefixes))
+        chunks, tail_blocks = self._upkeep.cache.index.count_with(tuple(prefixes))
         return ClearReport(
             chunks=chunks,
             tail_blocks=tail_blocks,
@@ -154,13 +153,13 @@ class Clears:
         )
 
     def _tiers_of(self, meant: list[Instance], prefixes: set[bytes]) -> list[TierClear]:
-        local = {tier.name: tier for tier in self._tiers.local}
+        local = {tier.name: tier for tier in self._upkeep.tiers.local}
         # Of KV whose engines are not registered it is not known how far it may go.
         everywhere = bool(prefixes - {one.namespace for one in meant}) or any(
             one.durability(Durability.ANYWHERE) is Durability.ANYWHERE for one in meant
         )
         found: list[TierClear] = []
-        for each in self._tiers.all:
+        for each in self._upkeep.tiers.all:
             tier = each.tier
             known = local.get(tier.name)
             objects = known.count(tuple(prefixes)) if known is not None else None

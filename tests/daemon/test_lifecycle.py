@@ -319,7 +319,7 @@ def test_status_shows_the_bus(make_daemon, make_worker):
     assert events["published_types"]["LookupEnded"] > 0
     assert events["published_types"]["ErrorSent"] == 1
     assert events["dropped"] == 0
-    assert [row["name"] for row in events["subscribers"]] == ["l0", "l1", "kv_events", "explain"]
+    assert [row["name"] for row in events["subscribers"]] == ["l0", "l1", "what_if", "kv_events", "explain", "ages"]
 
 
 class Dies:
