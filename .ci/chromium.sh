@@ -27,7 +27,7 @@ cat >fonts.conf <<END
 <?xml version="1.0"?><!DOCTYPE fontconfig SYSTEM "fonts.dtd">
 <fontconfig><dir>/usr/share/fonts</dir><dir>$PWD/usr/share/fonts</dir><cachedir>$PWD/fontcache</cachedir></fontconfig>
 END
-libraries=$(find "$PWD" -name 'lib*.so.*' -printf '%h\n' | sort -u | paste -sd:)
+libraries=$(find "$PWD" -name 'lib*.so*' -printf '%h\n' | sort -u | paste -sd:)
 start() { # name, program
     printf '#!/usr/bin/env bash\nexport LD_LIBRARY_PATH=%q FONTCONFIG_FILE=%q\nexec %q "$@"\n' "$libraries" "$PWD/fonts.conf" "$PWD/$2" >"$1"
     chmod +x "$1"
