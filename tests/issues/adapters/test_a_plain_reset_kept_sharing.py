@@ -107,6 +107,11 @@ def test_keep_opts_out(make_daemon, make_engine):
     assert engine.connector.scheduler.counters["prefix_resets"] == 0
 
 
+def wait_for_the_store(daemon):
+    """Of the prompt: a reset would end it."""
+    wait_until(lambda: daemon.status()["totals"]["stored_bytes"] > 0, 20, "the store of the prompt")
+
+
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
 def test_a_reset_that_vllm_refuses_for_running_requests_counts_too(make_daemon, make_engine, asynchronous):
     """Weights have changed all the same: nothing is stored, and nothing of the old ones found, until a reset succeeds."""
@@ -114,9 +119,7 @@ def test_a_reset_that_vllm_refuses_for_running_requests_counts_too(make_daemon, 
     engine, other = make_engine(daemon, asynchronous=asynchronous), make_engine(daemon)
     answer = engine.add("r", TOKENS, count=2 * CHUNK)
     engine.run(until=lambda: len(answer.tokens) > 10)
-    wait_until(
-        lambda: daemon.status()["totals"]["stored_bytes"] > 0, 20, "the store of the prompt, which a reset would end"
-    )
+    wait_for_the_store(daemon)
     before = len(engine.stores)
     assert not train(engine, weights=0)
     engine.run()
@@ -132,6 +135,7 @@ def test_running_requests_of_a_reset_that_preempts_them_begin_anew(make_daemon, 
     engine, other = make_engine(daemon), make_engine(daemon)
     answer = engine.add("r", TOKENS, count=CHUNK)
     engine.run(until=lambda: len(answer.tokens) > 10)
+    wait_for_the_store(daemon)
     engine.finish_steps()
     count = len(answer.tokens)
     assert train(engine, weights=7, reset_running_requests=True)
