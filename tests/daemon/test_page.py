@@ -302,3 +302,17 @@ def test_the_browser_runs_no_inline_script_and_loads_nothing_from_elsewhere(chro
     assert refused == ["img-src", "script-src-elem", "style-src-attr"]
     assert chromium.run("return document.title") == "kvserver"
     chromium.log()
+
+
+def test_an_engine_whose_registration_was_refused_is_shown_with_the_reason(
+    browser: Browser, make_daemon: MakeDaemon, make_worker: MakeWorker
+) -> None:
+    daemon = make_daemon()
+    make_worker(daemon, instance_id="serves")
+    worker = make_worker(daemon, instance_id="ends")
+    worker.attach()
+    error = worker.error_of(worker.registration(instance_id="refused-1", rank=7))
+    wait_until(lambda: daemon.status()["refused_engines"], what="the refusal is in /status")
+    browser.open(daemon)
+    assert f"refused: {error.message} ({error.code})" in browser.wait_for_text("#engines", "refused-1")
+    assert browser.text("#on-answer") == "In part: 1 of 2 engines run without cache."
