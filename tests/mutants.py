@@ -279,7 +279,7 @@ COMMANDS = (
     ),
     Mutant(
         "KV of a model whose engines have left cannot be cleared by its name",
-        CLEARS, "Clears._of_model", "for id in self._cache.index.ids_of_model(model_name)", "for id in ()", CLEAR_TESTS,
+        CLEARS, "Clears._of_model", "for id in self._upkeep.cache.index.ids_of_model(model_name)", "for id in ()", CLEAR_TESTS,
     ),
     Mutant(
         "a clear without a terminal asks no one and clears",
