@@ -160,6 +160,7 @@ def test_an_unknown_name_and_an_engine_that_waits_have_exit_codes_of_their_own(m
 
 def test_objects_of_files_are_counted_and_cleared_with_their_model_only(make_daemon, make_worker, tmp_path):
     daemon = make_daemon(l2=f"file://{tmp_path}/l2?size=16MiB")
+    wait_until(lambda: daemon.status()["l2"][0]["state"] == "ready", what="what is stored before is not written")
     one = make_worker(daemon, instance_id="a", model_name="m/one", identity=identity(model="one"))
     other = make_worker(daemon, instance_id="b", model_name="m/two", identity=identity(model="two"))
     stored(one, other)
