@@ -36,14 +36,15 @@ class MemcpyCeiling:
         self._size, self._threads = size, threads
 
     def gb_per_second(self) -> float:
+        """RuntimeError if its threads cannot be started."""
         part = self._size // self._threads
-        start = threading.Barrier(self._threads + 1)
+        start = threading.Barrier(self._threads + 1, timeout=10)  # s: a thread that cannot start leaves none waiting
 
         def copy(n: int) -> None:
             start.wait()
             ctypes.memmove(self._to.address + n * part, self._from.address + n * part, part)
 
-        workers = [threading.Thread(target=copy, args=(n,)) for n in range(self._threads)]
+        workers = [threading.Thread(target=copy, args=(n,), daemon=True) for n in range(self._threads)]
         for worker in workers:
             worker.start()
         start.wait()

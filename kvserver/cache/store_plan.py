@@ -30,9 +30,7 @@ class StorePlan:
     steps: int = 0  # keys and chunks that extend_plan() may still look at before it returns
     complete: bool = True  # every key has been looked at
     full: bool = False  # no further chunk may be evicted
-    returning: bool = (
-        True  # all its new chunks so far are remembered as evicted; one that follows a chunk that is not is no return
-    )
+    returning: bool = True  # all its new chunks so far are remembered as evicted: a prompt that is stored again
     found: list[Chunk] = field(default_factory=list)  # resident when planning began; pinned until the plan is complete
     prefix: list[Chunk] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)

@@ -18,9 +18,7 @@ _CGROUP_NAMES = {2 * MiB: "2MB", GiB: "1GB"}
 _RESERVE_BYTES = 256 * MiB  # left free for the rest of the machine
 
 # What a daemon needs beside L1; bench/overhead.py measures each.
-_PROCESS_BYTES = (
-    128 * MiB
-)  # interpreter, libraries, threads, clients of storage, answers on their way, the what-if curve
+_PROCESS_BYTES = 128 * MiB  # interpreter, libraries, threads, clients of storage, answers, the what-if curve
 _QUEUE_BYTES = 288 * MiB  # 65,536 events that wait for their thread: 4 KiB that each may carry, and their structs
 _OBJECT_BYTES = 128 * KiB  # assumed size of an object: one block of a small model
 _INDEXED_BYTES = 512  # of the index and its observers, for each object of L1

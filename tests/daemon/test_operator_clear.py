@@ -150,7 +150,7 @@ def test_a_dry_run_reports_and_clears_nothing(make_daemon, make_worker):
 def test_an_unknown_name_and_an_engine_that_waits_have_exit_codes_of_their_own(make_daemon, make_worker):
     daemon = make_daemon()
     make_worker(daemon, instance_id="half", world_size=2)
-    for words in (["--instance", "nobody"], ["--model", "none"]):
+    for words in (["--instance", "unknown"], ["--model", "none"]):
         ended = clear(daemon, *words, "--yes")
         assert ended.returncode == 4
         assert "nothing was cleared" in ended.stderr
