@@ -108,7 +108,9 @@ def test_samples_add_up_to_the_status(make_daemon: Callable[..., Daemon], make_w
     assert shown["l1_used_bytes"] == status["l1"]["used_bytes"] > 0
     assert shown["engines"] == 1
     assert column(found, "time") == sorted(column(found, "time"))
-    assert found["ages"]["l1"]["counts"] == [1, 0, 0, 0, 0]
+    wait_until(
+        lambda: history(daemon)["ages"]["l1"]["counts"] == [1, 0, 0, 0, 0], what="the event thread counts the chunk"
+    )
     worker.close()
     wait_until(lambda: column(history(daemon), "engines")[-1] == 0)
     assert column(history(daemon), "prompt_tokens_l0")[-1] == 250, "counters never fall"
