@@ -30,6 +30,7 @@ def test_a_daemon_uses_at_most_350_bytes_a_chunk_beside_its_page(make_daemon: An
             assert worker.store(make_keys(AT_ONCE, number), blocks).stored == AT_ONCE
             assert worker.lookup(make_keys(AT_ONCE, number)) == AT_ONCE
             wait_until(lambda: daemon.status()["events"]["queue_depth"] == 0)  # events that wait use memory, too
+        wait_until(lambda: daemon.status()["what_if"]["listed_chunks"] == end)  # as of the last second
         status = daemon.status()
         assert (status["l1"]["chunks"], status["l1"]["used_bytes"]) == (end, end * PAGE)
         assert 0 < status["what_if"]["memory_bytes"] < 12 << 20
