@@ -832,8 +832,8 @@ SERVER = (
         L2_EVENTS, "L2Events._changed", "elif not elsewhere:", "else:", ("unit/server/test_l2_events.py",),
     ),
     Mutant(
-        "a resync of L2 names again what was stored meanwhile",
-        L2_EVENTS, "L2Events._unnamed", " and ObjectName(namespace, group, key) not in self._stored", "", ("unit/server/test_l2_events.py",),
+        "a resync of L2 names again what has changed meanwhile",
+        L2_EVENTS, "L2Events._unnamed", " and ObjectName(namespace, group, key) not in self._published", "", ("unit/server/test_l2_events.py",),
     ),
     Mutant(
         "a resync of L2 names what two tiers hold twice",

@@ -5,7 +5,7 @@ Tiers that other daemons write to are left out: their stores drop objects withou
 
 What a tier found at its start, and what tiers hold when one of them can or cannot be read any more, is published by a resync.
 Whether a running resync has named an object already is not known, so a change meanwhile is published as a removal, and a
-store if a tier holds the object, and the resync names it no more.
+store if a tier holds the object, and the resync names it no more: a slice of it is older than what it is published after.
 
 Owns: the changes of this turn. Refuses to know: who receives the events, what is in L1. In memory only.
 """
@@ -33,7 +33,7 @@ class L2Events:
         self._tiers, self._bus, self._clock = list(tiers), bus, clock
         self._readable = [False] * len(self._tiers)
         self._changes: list[tuple[bool, ObjectName]] = []  # stored or removed, not published yet
-        self._stored: set[ObjectName] = set()  # since the running resync began
+        self._published: set[ObjectName] = set()  # whose change was, or will be, since the running resync began
         self._resync = Resync(L2Resynced, self._walk, bus, _SHARE)
         for place, tier in enumerate(self._tiers):
             tier.watch(partial(self._changed, place))
@@ -79,18 +79,17 @@ class L2Events:
         others = self._tiers[:place] + self._tiers[place + 1 :]
         elsewhere = bool(self._holds(others, *name))
         if self._resync.runs:
+            self._published.add(name)
             self._changes.append((False, name))
-            self._stored.discard(name)
             if stored or elsewhere:
                 self._changes.append((True, name))
-                self._stored.add(name)
         elif not elsewhere:
             self._changes.append((stored, name))
 
     # ---- resync -------------------------------------------------------------------------------
 
     def _walk(self) -> Iterator[L2Resynced]:
-        self._stored.clear()
+        self._published.clear()
         return self._slices()
 
     def _slices(self) -> Iterator[L2Resynced]:
@@ -102,14 +101,14 @@ class L2Events:
     def _unnamed(self, walked: Sequence[LocalTier], namespace: bytes, group: int, keys: bytes) -> bytes:
         """Those of the keys that neither the walk of a tier before nor a change has named."""
         named = self._holds(walked, namespace, group, keys)
-        if not named and not self._stored:
+        if not named and not self._published:
             return keys
         each = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
         return b"".join(
             [
                 key
                 for at, key in enumerate(each)
-                if not named >> at & 1 and ObjectName(namespace, group, key) not in self._stored
+                if not named >> at & 1 and ObjectName(namespace, group, key) not in self._published
             ]
         )
 

@@ -62,6 +62,7 @@ def test_a_gpu_that_an_engine_has_to_itself_is_refused_until_it_is_free(
         with pytest.raises(RequestFailed, match="46") as refused:
             make_worker(daemon, gpu=GPUS[0])
         assert refused.value.code == "bad_memory"
+        wait_until(lambda: daemon.status()["gpus"] == [])  # else the next registration finds this GPU, which fails once
     make_worker(daemon, gpu=GPUS[1]).round_trip()
     plans.unlink()
     make_worker(daemon, gpu=GPUS[0]).round_trip()

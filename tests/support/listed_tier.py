@@ -19,11 +19,13 @@ class ListedTier:
     def __init__(self) -> None:
         self.state: State = "ready"
         self.objects: dict[ObjectName, None] = {}
+        self._dropped: set[ObjectName] = set()  # and not cleared since
         self._changed: Changed = lambda stored, name: None
 
     @property
-    def readable(self) -> set[ObjectName]:
-        return set(self.objects) if self.state in READABLE else set()
+    def readable(self) -> list[ObjectName]:
+        """In the order of their puts, so that equal walks do the same in every process."""
+        return list(self.objects) if self.state in READABLE else []
 
     def put(self, name: ObjectName) -> None:
         if name not in self.objects:
@@ -33,10 +35,12 @@ class ListedTier:
     def drop(self, name: ObjectName) -> None:
         if name in self.objects:
             del self.objects[name]
+            self._dropped.add(name)
             self._changed(False, name)
 
     def clear(self, prefix: bytes) -> None:
         self.objects = {name: None for name in self.objects if not name.namespace.startswith(prefix)}
+        self._dropped = {name for name in self._dropped if not name.namespace.startswith(prefix)}
 
     def holds(self, namespace: bytes, group: int, keys: bytes) -> int:
         readable = self.readable
@@ -47,9 +51,13 @@ class ListedTier:
         self._changed = changed
 
     def walk(self) -> Iterator[tuple[bytes, int, bytes]]:
-        """As of its start, but for what has left; what comes is named at the end, as in a table whose places are filled anew."""
+        """In slices, as a table's: each as of when it is taken, though it is named object by object, but for what was cleared since.
+
+        What comes is named at the end, as in a table whose places are filled anew.
+        """
         seen: set[ObjectName] = set()
         while left := [name for name in self.readable if name not in seen][:SLICE]:
             seen |= set(left)
             for name in left:
-                yield name.namespace, name.group, name.key
+                if name in self.objects or name in self._dropped:
+                    yield name
