@@ -222,7 +222,9 @@ class Link:
         with contextlib.ExitStack() as unfinished:
             try:
                 session = self._greet(unfinished)
-                session.channel.wait_writable(_HELLO_SECONDS)
+                unfinished.callback(session.channel.close)
+                if not session.channel.wait_writable(_HELLO_SECONDS):
+                    raise TimeoutError(f"kvserver at {self._endpoint} accepts no second connection")
             except Exception as error:
                 self._note_absence(failure(self._endpoint, error))
                 return None
