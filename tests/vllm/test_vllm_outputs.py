@@ -280,7 +280,7 @@ def test_every_choice_of_tiers_gives_equal_tokens(
 
 
 def explained(engine: Engine, daemon: Daemon | None) -> str:
-    """Why it had no hits, as far as engine and daemon tell."""
+    """Why it had no hits, as far as engine and daemon report."""
     told = [engine.counters(), engine.tail(20)]
     if daemon is not None:
         status = daemon.status()
