@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,9 @@ from support.leftovers import close_leftovers
 from support.worker import Worker
 
 pytest_plugins = ["support.skips"]
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's job in the background, whose children would ignore it, too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
