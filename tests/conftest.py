@@ -13,7 +13,9 @@ from support.worker import Worker
 
 pytest_plugins = ["support.skips"]
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's job in the background, whose children would ignore it, too
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # a shell's job in the background, whose children would ignore it, too
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
