@@ -1,56 +1,24 @@
 """The commands of `deploy/guides` do what the guides state: each page is carried out from top to bottom, by bash, beside a real daemon.
 
-Changed are only the port of the status pages, where a free one stands in for 8080, and home, which is a folder of the test. What a block needs
-that is not here is written before it, as `<!-- needs: WORD -->`: such a block is not run but read, and its test has the word in its name.
+Changed are only the port of the status pages, where a free one stands in for 8080, and home, which is a folder of the test. A block that
+needs what is not here is not run but read, and its test has the word in its name; those that need vLLM run in `vllm/test_vllm_guides.py`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
-import signal
 import subprocess
-import textwrap
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from support.daemon import KVSERVER, Daemon
+from support.guides import END, GUIDES, NEEDS, ROOT, Block, at_port, blocks_of, carried_out, environment_of
 from support.ports import reserved_port
 
 from kvserver.cache import MissReason
 
-ROOT = Path(__file__).parent.parent.parent
-GUIDES = sorted((ROOT / "deploy/guides").glob("*.md"))
-FENCE = re.compile(r"(?:<!-- needs: (?P<needs>\w+) -->\n *)?```sh\n(?P<commands>.*?)\n *```", re.DOTALL)
-NEEDS = {
-    "gpu": "A GPU and its driver.",
-    "vllm": "An engine with a model: tests/vllm and tests/versions start them with these settings.",
-    "docker": "A container engine: test_operator_deploy.py takes the steps of the Dockerfile.",
-    "build": "Minutes of a compiler: test_packages.py makes and installs the packages.",
-}
 OWN_DAEMON = {"first-hour.md"}  # pages that start the daemon themselves
-
-
-@dataclass
-class Block:
-    guide: Path
-    number: int
-    needs: str
-    commands: str
-
-    def __str__(self) -> str:
-        return f"{self.guide.stem}-{self.number}" + (f"-needs-{self.needs}" if self.needs else "")
-
-
-def blocks_of(guide: Path) -> list[Block]:
-    found = FENCE.finditer(guide.read_text())
-    return [
-        Block(guide, number, match["needs"] or "", textwrap.dedent(match["commands"]))
-        for number, match in enumerate(found, 1)
-    ]
 
 
 BLOCKS = [block for guide in GUIDES for block in blocks_of(guide)]
@@ -59,35 +27,16 @@ APART = [block for block in BLOCKS if block.needs]
 
 def script_of(guide: Path, port: int) -> str:
     """All blocks that are run, in one shell. An engine that is made up takes the place of the first one that a page starts."""
-    lines = ["trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT"]
+    lines = [END]
     engine = 'coproc PYTHONPATH=$TESTS python -m support.guide_engine "$ENDPOINT"; read -r -u "${COPROC[0]}"'
     if guide.name not in OWN_DAEMON:
         lines.append(engine)
     for block in blocks_of(guide):
         if not block.needs:
-            lines += [f"# {block}", re.sub(r"\b(localhost|127\.0\.0\.1):8080\b", rf"\1:{port}", block.commands)]
+            lines += [f"# {block}", at_port(block.commands, port)]
         elif guide.name in OWN_DAEMON and "vllm serve" in block.commands:
             lines.append(engine)
     return "\n".join(lines)
-
-
-def carried_out(script: str, folder: Path, environment: dict[str, str]) -> tuple[int, str]:
-    """Exit code and output. Whatever it started has ended."""
-    with open(folder / "output", "w+") as output:
-        process = subprocess.Popen(
-            ["bash", "-eux", "-o", "pipefail", "-c", script],
-            cwd=folder, env=environment, stdout=output, stderr=output, start_new_session=True,
-        )  # fmt: skip
-        try:
-            code = process.wait(120)
-        except subprocess.TimeoutExpired:
-            code = -1
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        output.seek(0)
-        return code, output.read()
 
 
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.stem)
@@ -100,15 +49,7 @@ def test_the_commands_of_a_guide_work(guide: Path) -> None:
     try:
         if guide.name not in OWN_DAEMON:
             daemon.start()
-        environment = {
-            **{name: value for name, value in os.environ.items() if not name.startswith("KVSERVER_")},
-            "PATH": f"{Path(KVSERVER).parent}:{os.environ['PATH']}",
-            "TESTS": str(ROOT / "tests"),
-            "HOME": str(home),
-            "XDG_RUNTIME_DIR": str(home / "run"),
-            "KVSERVER_HTTP_PORT": str(port),
-            "ENDPOINT": daemon.endpoint,
-        }
+        environment = environment_of(home, port) | {"ENDPOINT": daemon.endpoint}
         code, output = carried_out(script_of(guide, port), home, environment)
         assert code == 0, output
     finally:
