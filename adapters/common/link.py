@@ -189,7 +189,8 @@ class Link:
             if session is not None:
                 pause = _RETRY_SECONDS[0]
                 self.breaker.answered()
-                self.session = session
+                self.session, hello = session, session.hello
+                log.info("%s: connected to kvserver %s, boot %s", self._name, hello.server_version, hello.boot_id)
             if former is not None:
                 self._end(former)
             if session is None:
@@ -229,9 +230,6 @@ class Link:
                 self._note_absence(failure(self._endpoint, error))
                 return None
             unfinished.pop_all()
-        log.info(
-            "%s: connected to kvserver %s, boot %s", self._name, session.hello.server_version, session.hello.boot_id
-        )
         self._why = CacheStatus("no_daemon", "the connection to kvserver ended")
         return session
 
@@ -259,8 +257,8 @@ class Link:
     def _watch(self, session: Session) -> bool:
         """Return when the session is over; while the breaker is open, send Hello until the daemon answers.
 
-        True if only lookups and notices are sent in this session: it is used until the next one is connected, should there
-        be a daemon already, since requests in between would miss.
+        True if another daemon answers and only lookups and notices are sent in this session: it is used until the next one is connected,
+        since requests in between would miss.
         """
         keeps, pause, refresh_at = self._registration is None, _RETRY_SECONDS[0], 0.0
         while not self._stopping:
@@ -273,7 +271,7 @@ class Link:
             seconds = pause * random.uniform(0.5, 1.5) if self.breaker.open else left
             if self._wait(session.lifeline, seconds):
                 log.warning("%s: the connection to kvserver ended", self._name)
-                return keeps
+                return False
             if not self.breaker.open:
                 pause = _RETRY_SECONDS[0]
             elif self._boot_id():

@@ -95,12 +95,12 @@ class Channel:
         """Wait at most `seconds` for a reply. True if one has arrived."""
         return bool(self._socket.poll(max(0, int(seconds * 1000)), zmq.POLLIN))
 
-    def wait_or(self, wake: int) -> None:
-        """Wait until a reply has arrived or the descriptor `wake` is readable."""
+    def wait_or(self, wake: int | zmq.Socket[bytes], seconds: float | None = None) -> None:
+        """Wait until a reply has arrived or `wake`, a descriptor or socket, is readable; at most `seconds`, if given."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(wake, zmq.POLLIN)
-        poller.poll()
+        poller.poll(None if seconds is None else int(seconds * 1000))
 
     def wait_writable(self, seconds: float) -> bool:
         """Wait at most `seconds` for a connection to the server. True if there is one."""
@@ -150,7 +150,7 @@ class Client:
             if not self.channel.wait_writable(deadline - time.monotonic()):
                 raise TimeoutError(f"no kvserver at {self.endpoint}")
         while (left := deadline - time.monotonic()) > 0:
-            self.channel.wait(min(left + 0.001, 1.0))
+            self._wait(min(left + 0.001, 1.0))
             for answered, reply in self.channel.receive():
                 if answered != number:
                     continue
@@ -160,6 +160,9 @@ class Client:
                     raise TypeError(f"{type(request).__name__} was answered with {type(reply).__name__}")
                 return reply
         raise TimeoutError(f"kvserver at {self.endpoint} did not answer {type(request).__name__} in time")
+
+    def _wait(self, seconds: float) -> None:
+        self.channel.wait(seconds)
 
     def hello(self, name: str = "client", instance_id: str = "", incarnation: str = "") -> HelloReply:
         """RequestFailed(VERSION_MISMATCH) if the server does not speak this protocol version: a client speaks no older one.
@@ -185,11 +188,19 @@ class Client:
 
 
 class WatchedClient(Client):
-    """A client that notices the end of its connection, though nothing is sent: the server ended, or died."""
+    """A client that notices the end of its connection, though nothing is sent: the server ended, or died.
+
+    ask() raises ConnectionResetError then: the request is lost, while the socket connects to the next server by itself.
+    """
 
     def __init__(self, endpoint: str, timeout: float = 5.0) -> None:
         super().__init__(endpoint, timeout)
         self._disconnections = self.channel.disconnections()
+
+    def _wait(self, seconds: float) -> None:
+        self.channel.wait_or(self._disconnections, seconds)
+        if not self.alive():
+            raise ConnectionResetError(f"kvserver at {self.endpoint} ended the connection")
 
     def fileno(self) -> int:
         """Becomes readable when alive() may have changed; call alive() each time."""

@@ -10,6 +10,11 @@ from modelless import Engine
 from support.daemon import Daemon, wait_until
 
 
+def connected(caplog: pytest.LogCaptureFixture, daemon: Daemon, half: str) -> int:
+    """How many engines' halves of this name use the daemon. REQUIRES: INFO of vllm.kvserver is captured."""
+    return sum(f"{half}: connected" in line and daemon.boot_id in line for line in caplog.text.splitlines())
+
+
 def replace_daemon(daemon: Daemon, engine: Engine, caplog: pytest.LogCaptureFixture, steps: int = 20) -> None:
     """The next one is empty. Steps, slowly, until the engine's scheduler half knows it; so many while there is none.
 
@@ -21,16 +26,12 @@ def replace_daemon(daemon: Daemon, engine: Engine, caplog: pytest.LogCaptureFixt
     for _ in range(steps):
         engine.step()
     daemon.start()
-
-    def connected(half: str) -> int:
-        return sum(f"{half}: connected" in line and daemon.boot_id in line for line in caplog.text.splitlines())
-
-    wait_until(lambda: connected("worker 0") == instances, 20, "the workers know the new daemon")
+    wait_until(lambda: connected(caplog, daemon, "worker 0") == instances, 20, "the workers know the new daemon")
 
     def stepped() -> int:
         assert engine.scheduler.requests, "all was over before the engine knew"
         engine.step()
         time.sleep(0.02)
-        return connected("scheduler")
+        return connected(caplog, daemon, "scheduler")
 
     wait_until(stepped, 20, "the scheduler half knows the new daemon")

@@ -14,6 +14,7 @@ from kvserver.adapters.common.specs import ids_of
 from kvserver.adapters.vllm.groups import object_groups
 from kvserver.adapters.vllm.load_plans import LoadPlanner
 from made_up_model import BLOCK, continuation, prompt
+from reconnect import connected
 from support.daemon import wait_until
 
 CHUNK = 64  # tokens: the test daemon's chunk_tokens
@@ -250,14 +251,8 @@ def test_an_engine_follows_the_daemon_to_one_with_or_without_tails(make_daemon, 
     daemon.terminate()
     daemon.flags["tails"] = newer
     daemon.start()
-
-    def scheduler_connected() -> bool:
-        """Each half connects by itself; the scheduler's, in a step."""
-        engine.generate_free("wait")
-        return any("scheduler: connected" in line and daemon.boot_id in line for line in caplog.text.splitlines())
-
-    wait_until(scheduler_connected)
-    wait_until(lambda: any(instance["namespace"] for instance in daemon.status()["instances"]))
+    for half in ("worker 0", "scheduler"):
+        wait_until(lambda half=half: connected(caplog, daemon, half), 20)
     other = prompt(22, CHUNK + 2 * BLOCK + 3)
     engine.generate("after", other, count=1)
     assert make_engine(daemon).generate("warm", other).external == CHUNK + (2 * BLOCK if newer == "on" else 0)

@@ -312,13 +312,17 @@ class World(Workers):
         self.end_registrations()
 
     def follow_drained(self) -> None:
-        """What the ends of copies change."""
+        """What the ends of copies change. What a store replaces may be dropped by the last of those that end in a turn."""
+        stored = []
         while self.device.drained:
             ticket, outcome = self.device.drained.pop(0)
             operation = self.operations.pop(ticket, None)
             if operation is not None:
                 self.ended(operation, outcome)
+                stored += [operation] if operation.direction == Direction.STORE else []
             self.end_registrations()
+        for operation in stored:
+            self.follow_drops(operation)
 
     def ended(self, operation: Operation, outcome: Outcome) -> None:
         rank = operation.rank
@@ -335,7 +339,6 @@ class World(Workers):
                 self.counts["stored"] += len(operation.entries)
             else:
                 assert operation.error is not None
-            self.follow_drops(operation)
         elif outcome == Outcome.DONE:
             assert operation.reply == Retrieved(chunks=len(operation.names))
             self.counts["loaded"] += 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 
 from made_up_model import prompt
+from reconnect import connected
 from support.daemon import wait_until
 
 FORMER, NEXT = 256, 64  # tokens of a chunk
@@ -24,11 +25,8 @@ def test_the_first_request_after_a_restart_is_looked_up_and_stored_as_the_next_d
         engine.generate("before", prompt(2, FORMER))
     former.kill()
     daemon = make_daemon(chunk_tokens=NEXT, endpoint=former.endpoint)
-
-    def connected(half: str) -> int:
-        return sum(f"{half}: connected" in line and daemon.boot_id in line for line in caplog.text.splitlines())
-
-    wait_until(lambda: min(connected("worker 0"), connected("scheduler")) >= len(engines), 20, "no half was at work")
+    for half in ("worker 0", "scheduler"):
+        wait_until(lambda half=half: connected(caplog, daemon, half) >= len(engines), 20, "no half was at work")
     writer, reader = engines
     writer.generate("short", SHORT)
     assert reader.generate("short", SHORT).external == NEXT
