@@ -324,6 +324,23 @@ COMMANDS = (
         "kvserver/cli/top_view.py", "rates", "now.boot_id != before.boot_id or ", "", ("unit/cli/test_top.py",),
     ),
     Mutant(
+        "a bundle has the journal of another process",
+        "kvserver/cli/bundle.py", "_log", 'f"_PID={pid}"', 'f"_PID={pid + 1}"', ("daemon/test_operator_bundle.py",),
+    ),
+    Mutant(
+        "what the screen has no line for is never shown",
+        "kvserver/cli/top_scroll.py", "Scroll.shown", "first = 1 + self._hidden", "first = 1", ("daemon/test_operator_top.py",),
+    ),
+    Mutant(
+        "a screen is scrolled beyond the end of its text",
+        "kvserver/cli/top_scroll.py", "Scroll.shown", "min(self._hidden, len(lines) - 1 - self._page)", "self._hidden",
+        ("daemon/test_operator_top.py",),
+    ),
+    Mutant(
+        "a clear of a model passes over KV of engines that are not known",
+        CLEARS, "Clears._unnamed_tiers", "local[name].count((b\"\",)) > ", "0 > ", CLEAR_TESTS,
+    ),
+    Mutant(
         "names that clients chose move the cursor",
         "kvserver/cli/terminal.py", "plain", "one if one.isprintable() else", "one if True else", ("unit/cli/test_terminal.py",),
     ),
