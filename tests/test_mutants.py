@@ -58,7 +58,7 @@ def problem(tmp_path):
     """What is wrong with a mutant of CODE."""
     (tmp_path / "code.py").write_text(CODE)
 
-    def problem(symbol, old, new, test="unit/cache/test_cache.py::TestClear"):
+    def problem(symbol, old, new, test="unit/cache/test_clear.py::TestClear"):
         return Mutant("a name", str(tmp_path / "code.py"), symbol, old, new, (test,)).problem()
 
     return problem
@@ -86,6 +86,6 @@ def test_an_anchor_that_does_not_fit_is_named(problem, symbol, old, new, expecte
     assert expected in found
 
 
-@pytest.mark.parametrize("test", ["unit/test_nothing.py", "unit/cache/test_cache.py::test_nothing"])
+@pytest.mark.parametrize("test", ["unit/test_nothing.py", "unit/cache/test_clear.py::test_nothing"])
 def test_a_test_that_is_not_there_is_named(problem, test):
     assert problem("Cache.find", "if key:", "if not key:", test) == f"a name: there is no test {test}"

@@ -128,7 +128,7 @@ MUTANTS = (
     Mutant(
         "what a fill read counts as of L1",
         L1_LOOKUPS, "L1Lookups.answer_again", "l2_chunks=l2_chunks", "l2_chunks=0",
-        ("unit/server/test_fills.py::test_the_reply_counts_the_chunks_of_each_tier",),
+        ("unit/server/test_fill_counts.py::test_the_reply_counts_the_chunks_of_each_tier",),
     ),
     Mutant(
         "a prompt that is only looked up grows old in its tiers",

@@ -11,7 +11,10 @@ FILLS = "kvserver/server/fills.py"
 SPILL = "kvserver/server/spill.py"
 PRESENCE = "kvserver/server/presence.py"
 READ_RATES = "kvserver/server/read_rates.py"
-FILL_TESTS = ("unit/server/test_fills.py",)
+FILL_TESTS = (
+    "unit/server/test_fills.py",
+    *(f"unit/server/test_fill_{subject}.py" for subject in ("ends", "space", "speed", "tiers", "counts")),
+)
 SPILL_TESTS = ("unit/server/test_spill.py",)
 RATE_TESTS = ("unit/server/test_read_rates.py",)
 

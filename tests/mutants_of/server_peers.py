@@ -11,7 +11,7 @@ FORKED = "issues/test_a_forked_child_hid_its_parents_death.py"
 DYING = "issues/adapters/test_a_dying_daemons_writes_were_over_at_its_end_of_file.py"
 REFUSALS = "unit/server/test_refusals.py"
 PAGE_TESTS = ("daemon/test_page_data.py",)
-FILL_TESTS = ("unit/server/test_fills.py",)
+FILL_TESTS = ("unit/server/test_fill_speed.py",)
 SPILL_TESTS = ("unit/server/test_spill.py",)
 
 MUTANTS = (
