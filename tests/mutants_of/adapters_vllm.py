@@ -16,7 +16,10 @@ IDENTITY = "adapters/vllm/identity.py"
 CANONICAL = "adapters/vllm/canonical.py"
 SESSIONS = "issues/adapters/test_a_sessions_chunks_had_other_tokens_keys.py"
 OUT_OF_SYNC = "issues/adapters/test_an_idle_restarted_engine_stayed_out_of_sync.py"
-IDENTITY_TESTS = ("adapters/test_identity.py",)
+IDENTITY_TESTS = tuple(
+    f"adapters/identity/test_{subject}.py"
+    for subject in ("harmless_settings", "counted_settings", "private_engines", "identity_at_daemon")
+)
 UNLISTED = "issues/adapters/test_what_the_identity_did_not_list_was_shared.py"
 
 MUTANTS = (
