@@ -5,7 +5,7 @@ from __future__ import annotations
 from support.mutation import Mutant
 
 REMOTE = "unit/l2/test_remote.py"
-REMOTE_PARTS = ("unit/l2/test_remote_parts.py",)
+REMOTE_PARTS, LANE_TESTS = ("unit/l2/test_remote_parts.py",), ("unit/l2/test_lanes.py",)
 REMOTE_FAULTS = "unit/l2/test_remote_faults.py"
 LANES = "kvserver/l2/remote/lanes.py"
 GENERATIONS = "kvserver/l2/remote/generations.py"
@@ -21,6 +21,7 @@ FILE_LOG = "kvserver/l2/files/log_writer.py"
 FILE_OPENING = "kvserver/l2/files/opening.py"
 FILE_JOURNAL = "kvserver/l2/files/journal.py"
 FILES = "unit/l2/test_files.py"
+FILES_CLEAR, FILES_REOPENING = "unit/l2/test_files_clear.py", "unit/l2/test_files_reopening.py"
 FILE_FAULTS = "unit/l2/test_files_faults.py"
 
 MUTANTS = (
@@ -28,14 +29,14 @@ MUTANTS = (
     Mutant(
         "a clear's generation returns",
         "kvserver/l2/files/generations.py", "_new_generation", "secrets.randbits(63) + 1", "5",
-        (f"{FILES}::TestClear",),
+        (FILES_CLEAR,),
     ),
     # ---- files/gets.py ------------------------------------------------------------------------------
     Mutant(
         "a get that began before a clear is a hit",
         FILE_GETS, "FileGets.ended",
         "if get.void or get.generation != self._records.generation_of(get.name) or closed:", "if False:",
-        (f"{FILES}::TestClear",),
+        (FILES_CLEAR,),
     ),
     Mutant(
         "a get with another coverage reads the object",
@@ -74,18 +75,18 @@ MUTANTS = (
     # ---- files/opening.py ---------------------------------------------------------------------------
     Mutant(
         "the journal's records of before a clear are found after a restart",
-        FILE_OPENING, "open_tier", "    _drop_other_generations(table, known)\n", "", (f"{FILES}::TestClear",),
+        FILE_OPENING, "open_tier", "    _drop_other_generations(table, known)\n", "", (FILES_CLEAR,),
     ),
     Mutant(
         "records dropped while opening return",
         FILE_OPENING, "open_tier", "written.append(table.drain_log())", "table.drain_log()",
-        (f"{FILES}::TestReopening",),
+        (f"{FILES_REOPENING}::TestReopening",),
     ),
     # ---- files/puts.py ------------------------------------------------------------------------------
     Mutant(
         "a put that began before a clear is found after it",
         FILE_PUTS, "FilePuts._is_current", "put.generation == self._records.generation_of(put.name)", "True",
-        (f"{FILES}::TestClear",),
+        (FILES_CLEAR,),
     ),
     Mutant(
         "a put that was dropped meanwhile is found",
@@ -136,32 +137,32 @@ MUTANTS = (
     # ---- remote/lanes.py ----------------------------------------------------------------------------
     Mutant(
         "a job that is copying to or from L1 ends before its copy",
-        LANES, "Lanes._end_outside", "if job.phase is JobPhase.INSIDE:", "if False:", REMOTE_PARTS,
+        LANES, "Lanes._end_outside", "if job.phase is JobPhase.INSIDE:", "if False:", LANE_TESTS,
     ),
     Mutant(
         "a job that was ended copies to L1",
-        LANES, "Lanes._inside", "if job.phase is JobPhase.ENDED:", "if False:", REMOTE_PARTS,
+        LANES, "Lanes._inside", "if job.phase is JobPhase.ENDED:", "if False:", LANE_TESTS,
     ),
     Mutant(
         "a tier is closed while L1 is being copied",
-        LANES, "Lanes.close", "self._left.wait_for(lambda: not self._open.jobs)", "pass", REMOTE_PARTS,
+        LANES, "Lanes.close", "self._left.wait_for(lambda: not self._open.jobs)", "pass", LANE_TESTS,
     ),
-    Mutant("a get waits for puts", LANES, "Lanes._next", "if all_kinds else", "if True else", REMOTE_PARTS),
+    Mutant("a get waits for puts", LANES, "Lanes._next", "if all_kinds else", "if True else", LANE_TESTS),
     Mutant(
         "jobs that waited in the queue open the breaker",
-        LANES, "Lanes._watch_clock", "job.began_ns > 0 or self._all_hang()", "True", REMOTE_PARTS,
+        LANES, "Lanes._watch_clock", "job.began_ns > 0 or self._all_hang()", "True", LANE_TESTS,
     ),
     Mutant(
         "clients that hang for good never open the breaker",
-        LANES, "Lanes._watch_clock", "job.began_ns > 0 or self._all_hang()", "job.began_ns > 0", REMOTE_PARTS,
+        LANES, "Lanes._watch_clock", "job.began_ns > 0 or self._all_hang()", "job.began_ns > 0", LANE_TESTS,
     ),
     Mutant(
         "small jobs of other kinds share a command",
-        LANES, "_take_bundle", "queue[0].bundle != jobs[0].bundle", "False", REMOTE_PARTS,
+        LANES, "_take_bundle", "queue[0].bundle != jobs[0].bundle", "False", LANE_TESTS,
     ),
     Mutant(
         "a command takes all that is queued, however large",
-        LANES, "_take_bundle", "while queue and size < BUNDLE_BYTES:", "while queue:", REMOTE_PARTS,
+        LANES, "_take_bundle", "while queue and size < BUNDLE_BYTES:", "while queue:", LANE_TESTS,
     ),
     # ---- remote/mooncake.py -------------------------------------------------------------------------
     Mutant(
@@ -188,7 +189,7 @@ MUTANTS = (
     # ---- remote/tier.py -----------------------------------------------------------------------------
     Mutant(
         "each object of a command that failed counts for the breaker",
-        REMOTE_TIER, "RemoteTier._apply", "not 0 < job.command == self._failed_command", "True", REMOTE_PARTS,
+        REMOTE_TIER, "RemoteTier._apply", "not 0 < job.command == self._failed_command", "True", LANE_TESTS,
     ),
     Mutant(
         "what another daemon cleared is still promised",

@@ -205,7 +205,7 @@ MUTANTS = (
     Mutant(
         "a worker whose memory was taken away stays",
         UPKEEP, "Upkeep._complete", "self.workers.close_worker(worker, Disconnect.DIED)", "pass",
-        ("daemon/test_failures.py::test_memory_truncated_during_a_store_drops_the_instance_and_publishes_nothing",),
+        ("daemon/test_truncated_memory.py::test_memory_truncated_during_a_store_drops_the_instance_and_publishes_nothing",),
     ),
     Mutant(
         "the ticket of an ended copy keeps the memory mapped",

@@ -129,7 +129,8 @@ MUTANTS = (
     ),
     Mutant(
         "memory is unmapped while copies run",
-        WORKERS, "Workers.unmap_if_idle", "not worker.tickets and ", "", ("daemon/test_failures.py",),
+        WORKERS, "Workers.unmap_if_idle", "not worker.tickets and ", "",
+        ("daemon/test_truncated_memory.py", "daemon/test_failures.py"),
     ),
     Mutant(
         "the copies of a disconnected worker go on",

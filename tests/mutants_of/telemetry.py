@@ -6,7 +6,7 @@ from support.mutation import Mutant
 
 BENEFIT = "kvserver/telemetry/benefit.py"
 EXPLAIN = "kvserver/telemetry/explain.py"
-EXPLAIN_TESTS = ("unit/telemetry/test_explain.py", "daemon/test_explain.py")
+EXPLAIN_TESTS = ("unit/telemetry/test_explain.py", "daemon/test_explain.py", "daemon/test_explain_requests.py")
 WHAT_IF = "kvserver/telemetry/what_if.py"
 WHAT_IF_UNIT = ("unit/telemetry/test_what_if.py",)
 WHAT_IF_DAEMON = ("daemon/test_what_if.py",)
