@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvserver.cache import Cache
-from unit.cache.lettered import make_cache
+from unit.cache.small_cache import make_cache
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvserver.cache import Cache
-from unit.cache.lettered import NS, keys, plan, store
+from unit.cache.small_cache import NS, keys, plan, store
 
 
 class TestAccounting:

@@ -12,7 +12,7 @@ from support.turns import repeat
 from kvserver.cache import Cache, Chunk, one_group
 from kvserver.cache.pages import extents
 from kvserver.protocol import KEY_BYTES
-from unit.cache.lettered import NS, OTHER, PAGE, found, free_all, keys, make_cache, plan, store
+from unit.cache.small_cache import NS, OTHER, PAGE, found, free_all, keys, make_cache, plan, store
 
 
 class TestClear:

@@ -6,7 +6,7 @@ import pytest
 
 from kvserver.cache import Cache
 from kvserver.protocol import KVServerError
-from unit.cache.lettered import FOREVER, NS, OTHER, A, B, free_all, keys, plan, store, which
+from unit.cache.small_cache import FOREVER, NS, OTHER, A, B, free_all, keys, plan, store, which
 
 
 class TestLeases:

@@ -6,7 +6,7 @@ import pytest
 
 from kvserver.cache import Cache
 from kvserver.protocol import ErrorCode, KVServerError
-from unit.cache.lettered import FOREVER, NS, OTHER, A, found, keys, make_cache, plan, store, which
+from unit.cache.small_cache import FOREVER, NS, OTHER, A, found, keys, make_cache, plan, store, which
 
 
 class TestEviction:

@@ -7,7 +7,7 @@ import pytest
 from kvserver.cache import Cache
 from kvserver.cache.pages import page_count
 from kvserver.protocol import KEY_BYTES, ErrorCode, KVServerError
-from unit.cache.lettered import NS, OTHER, found, keys, plan, store
+from unit.cache.small_cache import NS, OTHER, found, keys, plan, store
 
 
 class TestReady:

@@ -1,4 +1,4 @@
-"""A cache of few pages, whose chunks are named by letters."""
+"""A cache of few pages, whose chunks are each named by a character."""
 
 from __future__ import annotations
 
