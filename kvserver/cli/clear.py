@@ -103,6 +103,10 @@ def text(report: dict[str, Any], done: str) -> list[str]:
     lines += [f"  of engines: {', '.join(report['instances'])}"] if report["instances"] else []
     lines += [f"  of models: {', '.join(report['models'])}"] if report["models"] else []
     lines += [f"  {others}"] if (others := _others(report)) else []
+    if tiers := ", ".join(report.get("unnamed_l2", [])):
+        lines.append(
+            f"  not included: what L2 {tiers} may have of engines that are not known here; to clear it, start them, or clear all"
+        )
     return [plain(line) for line in lines]
 
 

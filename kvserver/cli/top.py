@@ -25,6 +25,7 @@ from msgspec.structs import replace
 
 from kvserver.cli import http_client
 from kvserver.cli.terminal import plain
+from kvserver.cli.top_scroll import Scroll
 from kvserver.cli.top_view import Reading, median_ages, rates
 from kvserver.protocol.status import DaemonStatus
 
@@ -115,14 +116,14 @@ def _print(arguments: argparse.Namespace, reading: Reading) -> None:
     if arguments.json:
         print(msgspec.json.encode(reading).decode(), flush=True)
         return
-    from rich.console import Console
+    from rich.console import Console, Group
 
     from kvserver.cli.top_frame import frame
 
     # Rows are whole where there is no terminal.
     console = Console(width=None if sys.stdout.isatty() else 1000, highlight=False)
     with console.capture() as captured:
-        console.print(frame(reading))
+        console.print(Group(*frame(reading)))
     print("\n".join(line.rstrip() for line in captured.get().splitlines()), flush=True)
 
 
@@ -143,29 +144,33 @@ def _print_on(arguments: argparse.Namespace, readings: Readings) -> None:
 
 def _draw_on(arguments: argparse.Namespace, readings: Readings) -> None:
     """Until q. While a daemon hangs, q is read when the request's time is over, Ctrl-C at once."""
-    from rich.console import Console, Group, RenderableType
+    from rich.console import Console, Group
     from rich.live import Live
     from rich.text import Text
 
     from kvserver.cli.top_frame import frame
 
     tokens, hits = deque[float](maxlen=_HISTORY), deque[float](maxlen=_HISTORY)
-    shown: RenderableType = Text("kvserver top: no status was read yet")
+    last = [Text("kvserver top: no status was read yet")]
     with _raw_keys() as keys, Live(screen=True, auto_refresh=False, console=Console(highlight=False)) as live:
+        scroll = Scroll(has_keys=bool(keys))
         while True:
             try:
                 reading = readings.read()
                 if (found := reading.rates) is not None:
                     tokens.append(sum(found.prompt_tokens.values()))
                     hits.extend([found.hit_rate] if found.hit_rate is not None else [])
-                shown = frame(reading, tokens, hits, "q quits  ")
-                live.update(shown, refresh=True)
+                lines = last = frame(reading, tokens, hits, "q quits  ")
             except http_client.NoAnswer as error:
                 text = f"NO ANSWER  q quits; below is what was read last; {plain(str(error))}"
-                live.update(Group(Text(text, "bold red", no_wrap=True), shown), refresh=True)
-            ready = select.select(keys, [], [], arguments.interval)[0]
-            if ready and os.read(keys[0], 64)[:1] in (b"q", b"Q", b""):
-                return
+                lines = [Text(text, "bold red", no_wrap=True), *last]
+            until = time.monotonic() + arguments.interval
+            while (left := until - time.monotonic()) > 0:
+                shown, where = scroll.shown(lines, live.console.height)
+                footer = [Text(where, "reverse", no_wrap=True, overflow="crop")] if where else []
+                live.update(Group(*shown, *footer), refresh=True)
+                if select.select(keys, [], [], left)[0] and not scroll.press(os.read(keys[0], 64)):
+                    return
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 
 from msgspec import UNSET
 from rich.cells import cell_len, set_cell_size
-from rich.console import Group, RenderableType
 from rich.text import Text
 
 from kvserver.cli.status import bar, duration, rate, size, tier_line, what_if
@@ -32,7 +31,7 @@ _MOST_NAME = 32  # cells
 _NUMBERS = ("run", "wait", "tokens/s", *_NAMES.values(), "failed", "seen")
 
 
-def frame(reading: Reading, tokens: Sequence[float] = (), hits: Sequence[float] = (), keys: str = "") -> RenderableType:
+def frame(reading: Reading, tokens: Sequence[float] = (), hits: Sequence[float] = (), keys: str = "") -> list[Text]:
     """`tokens` a second and `hits`, the hit rate, are the last values of each, the newest last. `keys`: what they do."""
     status, rates = reading.status, reading.rates
     lines = [
@@ -53,7 +52,7 @@ def frame(reading: Reading, tokens: Sequence[float] = (), hits: Sequence[float] 
     lines += _engines(status, rates)
     if reading.worst:
         lines += ["", "worst requests of the last minutes (kvserver explain)", *("  " + text for text in reading.worst)]
-    return Group(*map(_line, lines))
+    return [_line(line) for line in lines]
 
 
 def number(count: float) -> str:
@@ -190,7 +189,7 @@ def _engines(status: DaemonStatus, rates: Rates | None) -> Iterator[str]:
         yield f"{refused.instance_id} runs without cache: {refused.code}: {refused.message}"
     for one in status.instances:
         if not one.namespace:
-            ranks = f"{len(one.workers)} of {one.world_size} ranks are registered: no cache until all are, and agree"
+            ranks = f"{len(one.workers)} of {one.world_size} ranks registered: no cache until all are, and agree"
             yield f"{one.instance_id} runs without cache: {ranks}"
         elif one.private:
             yield f"{one.instance_id} shares KV with no other engine: {one.private}"

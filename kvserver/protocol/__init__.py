@@ -1,5 +1,24 @@
 """What engines and the server share: messages, fields, planes, errors, measurements and the default endpoint."""
 
+from kvserver.protocol.block_reports import (
+    MARK,
+    MAX_REPORTED_BLOCKS,
+    RECORD_ACCESSED,
+    RECORD_ALLOCATED,
+    RECORD_CLEARED,
+    RECORD_EVICTED,
+    RECORD_OPERATION_SHIFT,
+    RECORD_OWNED,
+    RECORD_PRESENT,
+    RECORD_RELEASED,
+    ExactRecords,
+    Owned,
+    Payload,
+    Released,
+    ReportBlockAllocations,
+    ReportedBlocks,
+)
+from kvserver.protocol.codec import decode_attach, decode_attach_reply, decode_reply, decode_request, encode
 from kvserver.protocol.endpoint import default_endpoint, stranger_at
 from kvserver.protocol.errors import CONNECTION_REFUSED, ConfigError, ErrorCode, KVServerError
 from kvserver.protocol.fields import CONTENT_BYTES, KEY_BYTES, MAX_CHUNKS, TOKEN_BYTES, Durability, Label, Name, Text
@@ -22,19 +41,9 @@ from kvserver.protocol.measurements import (
     bounded,
 )
 from kvserver.protocol.messages import (
-    MARK,
-    MAX_REPORTED_BLOCKS,
     MOST_MESSAGE_BYTES,
     OLDEST_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
-    RECORD_ACCESSED,
-    RECORD_ALLOCATED,
-    RECORD_CLEARED,
-    RECORD_EVICTED,
-    RECORD_OPERATION_SHIFT,
-    RECORD_OWNED,
-    RECORD_PRESENT,
-    RECORD_RELEASED,
     REGISTERED,
     REQUEST_ID_BYTES,
     Attach,
@@ -49,7 +58,6 @@ from kvserver.protocol.messages import (
     Detached,
     EndRequest,
     Error,
-    ExactRecords,
     Heartbeat,
     Hello,
     HelloReply,
@@ -57,14 +65,9 @@ from kvserver.protocol.messages import (
     LookupReply,
     LookupTail,
     Memory,
-    Owned,
-    Payload,
     Registered,
     RegisterWorker,
-    Released,
     Reply,
-    ReportBlockAllocations,
-    ReportedBlocks,
     Request,
     Retrieve,
     Retrieved,
@@ -75,11 +78,6 @@ from kvserver.protocol.messages import (
     Stored,
     Unregistered,
     UnregisterWorker,
-    decode_attach,
-    decode_attach_reply,
-    decode_reply,
-    decode_request,
-    encode,
 )
 from kvserver.protocol.planes import Plane, block_bytes, group_count, planes_of
 from kvserver.protocol.routing import (

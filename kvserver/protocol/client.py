@@ -22,6 +22,7 @@ from typing import TypeVar
 import msgspec
 import zmq
 
+from kvserver.protocol.codec import decode_attach_reply, decode_reply, encode
 from kvserver.protocol.errors import ErrorCode
 from kvserver.protocol.messages import (
     PROTOCOL_VERSION,
@@ -33,9 +34,6 @@ from kvserver.protocol.messages import (
     HelloReply,
     Reply,
     Request,
-    decode_attach_reply,
-    decode_reply,
-    encode,
 )
 
 R = TypeVar("R")

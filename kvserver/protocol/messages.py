@@ -13,7 +13,8 @@ Changes without a new PROTOCOL_VERSION: a map may gain fields with defaults anyw
 only. A decoder ignores fields that it does not know, and a missing field has its default. To move, remove or
 redefine a field of an array needs a new PROTOCOL_VERSION.
 
-Owns: the structs, the version and the decoders. Refuses to know: what any message means to the cache.
+Owns: the structs and the version; those of a block pool are in `block_reports`, those of routers in `routing`. Refuses to know: what
+any message means to the cache, and its bytes (`codec`).
 
 Units: `*_ns` is CLOCK_MONOTONIC nanoseconds; `keys` is KEY_BYTES bytes per chunk; `block_ids` is a list of
 u32 as `_native.pack_blocks` makes it, one per member of the object group for each position: [position][member].
@@ -21,15 +22,12 @@ u32 as `_native.pack_blocks` makes it, one per member of the object group for ea
 
 from __future__ import annotations
 
-import re
-import struct
-from collections.abc import Callable
-from typing import Annotated, TypeAlias, TypeVar, get_args
+from typing import Annotated, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
-from kvserver.protocol.errors import ErrorCode, KVServerError
+from kvserver.protocol.block_reports import ReportBlockAllocations
 from kvserver.protocol.fields import (
     ArrayMessage,
     Bytes,
@@ -53,7 +51,6 @@ from kvserver.protocol.routing import ChunkContents, DescribeScheduler, EngineLo
 PROTOCOL_VERSION = 5
 OLDEST_PROTOCOL_VERSION = 4  # that the server speaks: its engines store all KV cache groups as one object group
 REGISTERED = "registered"  # HelloReply.standing: all ranks have registered and agree
-MAX_REPORTED_BLOCKS = 1 << 16  # in one message, also if a few bytes name more
 REQUEST_ID_BYTES = 8
 MOST_MESSAGE_BYTES = 4 << 20  # clients split far below; a larger message gets an error
 
@@ -253,68 +250,6 @@ class Status(Message):
 # ---- notices ----------------------------------------------------------------------------------
 
 
-class ExactRecords(Message):
-    """The operations of one block pool: u32 little-endian `operation << 29 | block_id` (RECORD_*), in order.
-
-    `marks` has their times: 16 bytes each, u64 little-endian (number of a record, monotonic ns), ascending from
-    record 0. A mark's time is the time of its record and of all records up to the next mark. With `full` the server
-    first forgets the pool's state; the records then begin with the pool's whole state.
-    """
-
-    records: bytes
-    marks: bytes
-    pool: Small = 0
-    full: bool = False
-
-
-class Owned(msgspec.Struct, tag_field="type", tag="held", array_like=True):
-    """A request owns these blocks: table positions [first_index, ...) of one KV cache group.
-
-    `contents` names the content of the full blocks, 8 bytes each from the first on; partial blocks at the end have
-    none. Engines without hashes leave it empty and send the u32 `tokens` of the positions instead. A record without
-    the content of a block that the request owns already leaves that content unchanged.
-    """
-
-    request_id: Name
-    group: Small
-    first_index: Small
-    block_ids: bytes  # as pack_blocks() makes them
-    blocks: Small  # number of block_ids
-    contents: bytes = b""
-    tokens: bytes = b""
-
-
-class Released(msgspec.Struct, tag_field="type", tag="released", array_like=True):
-    """A request no longer owns these blocks: it was preempted, or its table was replaced."""
-
-    request_id: Name
-    block_ids: bytes
-    blocks: Small
-
-
-class ReportedBlocks(Message):
-    """For engines whose pool cannot be watched: which request owns which block with which content."""
-
-    time_ns: Unsigned
-    block_tokens: Positive
-    records: Annotated[list[Owned | Released], Meta(max_length=16384)]
-    full: bool = False  # as in ExactRecords
-
-
-class ReportBlockAllocations(Message):
-    """Operations of the engine's blocks, exact or reported; an instance never mixes the two.
-
-    The server answers REPORT_GAP if it lost records (a gap in `sequence`, an overflow of its own queue): the engine
-    should send its full state next.
-    """
-
-    instance_id: Name
-    incarnation: Name
-    model_name: Name
-    sequence: Unsigned  # counts these messages and EndRequests, from 0, without gaps
-    payload: ExactRecords | ReportedBlocks
-
-
 class EndRequest(Message, omit_defaults=True):
     instance_id: Name
     incarnation: Name
@@ -420,20 +355,10 @@ class Detached(Message):
     """The server's last message: it no longer reads or writes the worker's memory, and ends the connection."""
 
 
-# ---- block-pool records -----------------------------------------------------------------------
+# ---- which messages there are -----------------------------------------------------------------
 
-RECORD_OPERATION_SHIFT = 29
-MARK = struct.Struct("<QQ")  # one of ExactRecords.marks: number of its first record, monotonic ns
-RECORD_ALLOCATED = 0  # the block is allocated to one owner; its previous content has ended
-RECORD_ACCESSED = 1  # the block has one owner more; its content stays
-RECORD_RELEASED = 2  # the block has one owner less
-RECORD_EVICTED = 3  # the block's content left the engine's prefix cache
-RECORD_CLEARED = 4  # the content of all blocks left the prefix cache; the block id has no meaning
-RECORD_PRESENT = 5  # full state: the block has content of unknown age
-RECORD_OWNED = 6  # full state: the block has one owner more
-
-_ArrayRequest: TypeAlias = Lookup | LookupTail | AwaitFill | Store | Retrieve
-_MapRequest: TypeAlias = (
+ArrayRequest: TypeAlias = Lookup | LookupTail | AwaitFill | Store | Retrieve
+MapRequest: TypeAlias = (
     Hello
     | RegisterWorker
     | UnregisterWorker
@@ -446,7 +371,7 @@ _MapRequest: TypeAlias = (
     | TakeKVEvents
     | EngineLoad
 )
-Request: TypeAlias = _ArrayRequest | _MapRequest
+Request: TypeAlias = ArrayRequest | MapRequest
 Reply: TypeAlias = (
     HelloReply
     | Registered
@@ -461,81 +386,3 @@ Reply: TypeAlias = (
 )
 
 AttachReply: TypeAlias = Attached | Error | Detached
-
-T = TypeVar("T")
-Payload: TypeAlias = ExactRecords | ReportedBlocks
-_A_REQUEST = f"a request of protocol {PROTOCOL_VERSION}"
-_encoder = msgspec.msgpack.Encoder()
-_array_decoder: msgspec.msgpack.Decoder[_ArrayRequest] = msgspec.msgpack.Decoder(_ArrayRequest)
-_map_decoder: msgspec.msgpack.Decoder[_MapRequest] = msgspec.msgpack.Decoder(_MapRequest)
-_reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
-_attach_decoder = msgspec.msgpack.Decoder(Attach)
-_attach_reply_decoder: msgspec.msgpack.Decoder[AttachReply] = msgspec.msgpack.Decoder(AttachReply)
-
-
-def encode(message: Message | ArrayMessage) -> bytes:
-    return _encoder.encode(message)
-
-
-def decode_request(raw: bytes) -> Request:
-    """KVServerError(BAD_MESSAGE) names the wrong field."""
-    if raw[:1] in _ARRAY_BYTES:
-        return _decode(_array_decoder, raw, f"{_A_REQUEST} that is an array ({_ARRAY_NAMES})", _name_fields)
-    return _decode(_map_decoder, raw, f"{_A_REQUEST} that is a map")
-
-
-def decode_reply(raw: bytes) -> Reply:
-    return _reply_decoder.decode(raw)
-
-
-def decode_attach(raw: bytes) -> Attach:
-    """KVServerError(BAD_MESSAGE), as decode_request()."""
-    return _decode(_attach_decoder, raw, f"an Attach of protocol {PROTOCOL_VERSION}")
-
-
-def decode_attach_reply(raw: bytes) -> AttachReply:
-    return _attach_reply_decoder.decode(raw)
-
-
-def _decode(
-    decoder: msgspec.msgpack.Decoder[T],
-    raw: bytes,
-    what: str,
-    explain: Callable[[str, bytes], str] = lambda text, raw: text,
-) -> T:
-    try:
-        return decoder.decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        text = explain(str(error), raw)
-        if len(text) > 400:  # it may quote the message, and a reply must not repeat a peer's megabytes
-            text = f"{text[:200]} [...] {text[-100:]}"
-        raise KVServerError(ErrorCode.BAD_MESSAGE, f"not {what}: {text}") from None
-
-
-# ---- fields of arrays, by name ------------------------------------------------------------------
-
-
-class _Tag(msgspec.Struct, array_like=True):
-    """The first item of any array; the decoder skips the rest."""
-
-    type: str
-
-
-_tag_decoder = msgspec.msgpack.Decoder(_Tag)
-_ARRAY_FIELDS = {t.__name__: ("type", *t.__struct_fields__) for t in get_args(_ArrayRequest)}
-_ARRAY_NAMES = ", ".join(_ARRAY_FIELDS)
-_ARRAY_BYTES = {bytes([first]) for first in (*range(0x90, 0xA0), 0xDC, 0xDD)}  # that msgpack begins an array with
-
-
-def _name_fields(text: str, raw: bytes) -> str:
-    """The decoder's error text with field names for positions: `$[4]` of a Store is `$.keys`."""
-    try:
-        names = _ARRAY_FIELDS.get(_tag_decoder.decode(raw).type, ("type",))
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        names = ("type",)
-    if short := re.fullmatch(r"Expected `array` of at least length \d+, got (\d+)", text):
-        missing = int(short[1])
-        return f"Array is missing required field `{names[missing]}`" if missing < len(names) else text
-    return re.sub(
-        r"`\$\[(\d{1,3})\]`$", lambda at: f"`$.{names[int(at[1])]}`" if int(at[1]) < len(names) else at[0], text
-    )

@@ -49,6 +49,9 @@ class ClearReport(Struct, frozen=True, kw_only=True):
     instances: list[str]  # that the request meant
     models: list[str]
     shared_with: list[str]  # other instances with the same KV, also those that disconnected in the last minutes
+    unnamed_l2: list[
+        str
+    ] = []  # tiers that may have more KV of the model, of engines that are not known: it is not meant
     cleared: bool
 
 
@@ -122,10 +125,10 @@ class Clears:
         prefixes |= {instance.last_namespace for instance in named if instance.last_namespace is not None}
         if not prefixes:
             known = ", ".join(dict.fromkeys(instance.model_name for instance in self._all())) or "none"
-            return ClearRefusal(
-                "unknown_model",
-                f"no engine of model {model_name!r} is known, nor is KV of it in L1; known are: {known}",
-            )
+            text = f"no engine of model {model_name!r} is known, nor is KV of it in L1; known are: {known}"
+            if tiers := self._unnamed_tiers():
+                text += f"; L2 {', '.join(tiers)} may have KV of it, but keeps no names of models: start an engine of it first, or clear all"
+            return ClearRefusal("unknown_model", text)
         if len(prefixes) > MOST_NAMESPACES:
             text = f"its KV is in {len(prefixes)} namespaces, of which {MOST_NAMESPACES} can be cleared at once: clear one instance, or all"
             return ClearRefusal("too_many", text)
@@ -149,8 +152,20 @@ class Clears:
             instances=sorted(names),
             models=sorted({one.model_name for one in users} | ({request.model_name} - {""})),
             shared_with=sorted({one.instance_id for one in users} - names),
+            unnamed_l2=self._unnamed_tiers() if request.model_name else [],
             cleared=not request.dry_run,
         )
+
+    def _unnamed_tiers(self) -> list[str]:
+        """Those with objects whose model is not known here: L2 keeps namespaces, which no engine that is known made."""
+        known = {one.last_namespace for one in self._all() if one.last_namespace is not None}
+        known |= {split_namespace(id)[0] for id in self._upkeep.cache.index.namespace_ids()}
+        local = {tier.name: tier for tier in self._upkeep.tiers.local}
+        return [
+            name
+            for name in (each.tier.name for each in self._upkeep.tiers.all)
+            if name not in local or local[name].count((b"",)) > local[name].count(tuple(known))
+        ]
 
     def _tiers_of(self, meant: list[Instance], prefixes: set[bytes]) -> list[TierClear]:
         local = {tier.name: tier for tier in self._upkeep.tiers.local}

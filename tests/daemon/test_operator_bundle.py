@@ -6,9 +6,12 @@ import gzip
 import json
 import os
 import re
+import socket
 import struct
 import subprocess
+import sys
 import tarfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +147,65 @@ def test_without_a_daemon_a_log_may_be_named(make_daemon, tmp_path):
         ended = bundle(None, second, "--json", "--log", str(log), *endpoint, port=port)
     assert (ended.returncode, outcomes(ended)["log.txt"]) == (0, "ok")
     assert parts_of(second)["log.txt"] == daemon.log
+
+
+# As systemd starts a service: stderr is a connection to the journal.
+TO_JOURNAL = """import os, socket, sys
+stderr = socket.socket(socket.AF_UNIX)
+stderr.connect(sys.argv[1])
+os.dup2(stderr.fileno(), 2)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+@pytest.fixture
+def under_systemd(make_daemon: Callable[..., Daemon], tmp_path: Path) -> Iterator[Daemon]:
+    with socket.socket(socket.AF_UNIX) as journal:
+        path = str(tmp_path / "journal")
+        journal.bind(path)
+        journal.listen()
+        daemon = make_daemon(program=(sys.executable, "-c", TO_JOURNAL, path, KVSERVER))
+        with journal.accept()[0]:
+            yield daemon
+
+
+@pytest.fixture
+def journalctl(tmp_path: Path) -> Callable[[str], str]:
+    """A folder for PATH with nothing but a journalctl that notes its arguments in `asked` and carries out this script."""
+
+    def journalctl(script: str) -> str:
+        command = tmp_path / "bin/journalctl"
+        command.parent.mkdir()
+        command.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" >{tmp_path}/asked\n{script}\n')
+        command.chmod(0o755)
+        return str(command.parent)
+
+    return journalctl
+
+
+def test_a_log_in_the_journal_is_read_by_journalctl(under_systemd, journalctl, tmp_path):
+    path = tmp_path / "b.tar.gz"
+    folder = journalctl(f"echo 2026-01-02T03:04:05+0000 kvserver[1]: password={CLOUD_KEY}; echo the last line")
+    ended = bundle(under_systemd, path, "--json", PATH=folder)
+    assert (ended.returncode, outcomes(ended)["log.txt"]) == (0, "ok")
+    lines = parts_of(path)["log.txt"].splitlines()
+    assert lines == ['2026-01-02T03:04:05+0000 kvserver[1]: password="(secret)"', "the last line"]
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert {f"_PID={under_systemd.pid}", "--no-pager", "--no-hostname"} < set(asked)
+    assert any(re.fullmatch(r"--lines=\d+", word) for word in asked), "not all of a journal"
+
+
+@pytest.mark.parametrize(
+    "script", ["echo No journal files were opened due to insufficient permissions. >&2; exit 1", None]
+)
+def test_a_journal_that_cannot_be_read_is_reported_and_hides_nothing_else(under_systemd, journalctl, tmp_path, script):
+    path = tmp_path / "b.tar.gz"
+    ended = bundle(under_systemd, path, "--json", PATH=journalctl(script) if script else str(tmp_path))
+    found = outcomes(ended)
+    assert ended.returncode == 0
+    assert "give --log FILE" in found.pop("log.txt")
+    assert set(found.values()) == {"ok"}
+    assert "log.txt" not in parts_of(path)
 
 
 def test_a_long_log_is_cut_at_a_line(make_daemon, tmp_path):

@@ -172,6 +172,33 @@ def test_objects_of_files_are_counted_and_cleared_with_their_model_only(make_dae
     assert "3 objects in L2 file" in clear(daemon, "--yes").stdout
 
 
+def test_kv_that_only_l2_has_after_a_restart_is_not_passed_over_in_silence(make_daemon, make_worker, tmp_path):
+    daemon = make_daemon(l2=f"file://{tmp_path}/l2?size=16MiB")
+    wait_until(lambda: daemon.status()["l2"][0]["state"] == "ready", what="what is stored before is not written")
+    stored(make_worker(daemon, instance_id="a", model_name="m/one", identity=identity(model="one")))
+    wait_until(lambda: daemon.status()["l2"][0]["objects"] == 3, what="all is written")
+    known = clear(daemon, "--model", "m/one", "--dry-run", "--json")
+    assert json.loads(known.stdout)["unnamed_l2"] == []
+    assert "L2" not in clear(daemon, "--model", "m/two", "--yes").stderr, (
+        "all that it has is of an engine that is known"
+    )
+    assert daemon.terminate() == 0
+    daemon.start()
+    wait_until(lambda: daemon.status()["l2"][0]["objects"] == 3, what="the folder is open")
+    ended = clear(daemon, "--model", "m/one", "--yes")
+    assert (ended.returncode, ended.stdout) == (4, "")
+    assert "L2 file may have KV of it, but keeps no names of models: start an engine of it first" in ended.stderr
+    # Another engine of the model, with another namespace: 0 objects are not all that there are.
+    make_worker(daemon, instance_id="b", model_name="m/one", identity=identity(model="anew"))
+    ended = clear(daemon, "--model", "m/one", "--yes")
+    assert (ended.returncode, ended.stdout.splitlines()[0]) == (0, "cleared: 0 chunks in L1; 0 objects in L2 file")
+    assert "not included: what L2 file may have of engines that are not known here" in ended.stdout
+    make_worker(daemon, instance_id="a", model_name="m/one", identity=identity(model="one"))
+    ended = clear(daemon, "--model", "m/one", "--yes")
+    assert "not included" not in ended.stdout
+    assert ended.stdout.startswith("cleared: 0 chunks in L1; 3 objects in L2 file\n")
+
+
 def test_what_machines_share_is_cleared_only_if_that_is_agreed_to(make_daemon, make_worker, tmp_path):
     with contextlib.closing(ValkeyStore(tmp_path)) as valkey:
         daemon = make_daemon(l2=valkey.url_of("kvserver"))

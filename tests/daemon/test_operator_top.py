@@ -86,6 +86,54 @@ def test_it_follows_the_size_of_the_window(make_daemon, top):
     terminal.screen_with("boot", "no engine is connected")
 
 
+DOWN, UP, PAGE_DOWN, PAGE_UP = "\x1b[B", "\x1b[A", "\x1b[6~", "\x1b[5~"
+
+
+def engines_on(lines: list[str]) -> list[str]:
+    return [line.split()[0] for line in lines if line.startswith("engine-")]
+
+
+def test_more_engines_than_lines_are_reached_by_keys(make_daemon, make_worker, top):
+    daemon = make_daemon()
+    names = [f"engine-{number:02}" for number in range(12)]
+    for name in names:
+        make_worker(daemon, instance_id=name)
+    terminal = top(daemon.http_port, columns=100, rows=16)
+    lines = terminal.screen_with("engine-00", "lines 2 to 15 of 21: arrow keys and page keys scroll")
+    assert engines_on(lines) == names[: len(engines_on(lines))] != names
+    seen = set(engines_on(lines))
+    terminal.press(DOWN + DOWN)
+    lines = terminal.screen_with("lines 4 to 17 of 21")
+    assert seen < set(engines_on(lines))
+    assert lines[0].startswith("kvserver "), "the title stays"
+    terminal.press(PAGE_DOWN * 3)
+    lines = terminal.screen_with("lines 8 to 21 of 21")
+    assert engines_on(lines) == names
+    terminal.press(UP)
+    terminal.screen_with("lines 7 to 20 of 21")  # at once: the position ends where the text does
+    terminal.press(PAGE_UP)
+    terminal.screen_with("lines 2 to 15 of 21")
+    terminal.resize(100, 30)
+    lines = terminal.screen_with(names[-1])
+    assert not any("lines 2" in line for line in lines), "all is shown"
+    terminal.press(DOWN + "q")
+    assert terminal.wait() == 0
+    assert terminal.is_as_before
+
+
+def test_the_reason_why_no_daemon_answers_stays_while_it_is_scrolled(make_daemon, make_worker, top):
+    daemon = make_daemon()
+    for number in range(12):
+        make_worker(daemon, instance_id=f"engine-{number:02}")
+    terminal = top(daemon.http_port, rows=16)
+    terminal.screen_with("engine-00")
+    daemon.kill()
+    terminal.screen_with("NO ANSWER", "lines 2 to 15 of ")
+    terminal.press(PAGE_DOWN)
+    lines = terminal.screen_with("NO ANSWER", "engine-11")
+    assert lines[0].startswith("NO ANSWER")
+
+
 def test_it_outlives_the_daemon_and_finds_the_next_one(make_daemon, top):
     daemon = make_daemon()
     terminal = top(daemon.http_port)
@@ -158,7 +206,7 @@ def test_an_engine_without_cache_is_shown_with_the_reason(make_daemon, make_work
     with pytest.raises(RequestFailed):
         twin.register()
     shown = run(daemon.http_port, "--once").stdout
-    assert "half runs without cache: 1 of 2 ranks are registered" in shown
+    assert "half runs without cache: 1 of 2 ranks registered: no cache until all are" in shown
     assert "a runs without cache: duplicate_instance: instance id 'a' belongs to another live engine" in shown
     assert [line.split()[2] for line in shown.splitlines() if line.startswith("a ") and "runs" not in line] == [
         "NO",

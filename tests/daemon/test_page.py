@@ -129,8 +129,8 @@ def test_it_shows_what_the_status_has(browser: Browser, busy: Daemon) -> None:
     assert {name: cells[1:3] for name, cells in engines.items()} == {
         "llama-1": ["3", "0"], "llama-2": ["4", "1"], MARKUP: ["5", "2"], "half": ["–", "–"],
     }  # fmt: skip
-    assert "1 of 2 ranks are registered" in engines["half"][0]
-    assert browser.text("#on-answer") == "In part: 1 of 4 engines run without cache."
+    assert "1 of 2 registered so far" in engines["half"][0]
+    assert browser.text("#on-answer") == "In part: 1 of 4 engines runs without cache."
     copies = rows(browser, "#copies")
     assert numbers(copies["Stores, L0 to L1"][0])[0] == f"{totals['stored_bytes'] / 2**20:.1f}"
     wait_until(lambda: "memcpy, measured once" in browser.text("#copies"))
@@ -315,4 +315,18 @@ def test_an_engine_whose_registration_was_refused_is_shown_with_the_reason(
     wait_until(lambda: daemon.status()["refused_engines"], what="the refusal is in /status")
     browser.open(daemon)
     assert f"refused: {error.message} ({error.code})" in browser.wait_for_text("#engines", "refused-1")
-    assert browser.text("#on-answer") == "In part: 1 of 2 engines run without cache."
+    assert browser.text("#on-answer") == "In part: 1 of 2 engines runs without cache."
+
+
+def test_the_answer_agrees_with_the_number_of_engines(
+    browser: Browser, make_daemon: MakeDaemon, make_worker: MakeWorker
+) -> None:
+    daemon = make_daemon()
+    browser.open(daemon)
+    for name, ranks, answer in (
+        ("half-1", 2, "No: the only engine runs without cache."),
+        ("half-2", 2, "No: all 2 engines run without cache."),
+        ("whole-1", 1, "In part: 2 of 3 engines run without cache."),
+    ):
+        make_worker(daemon, instance_id=name, world_size=ranks)
+        browser.wait_for_text("#on-answer", answer)

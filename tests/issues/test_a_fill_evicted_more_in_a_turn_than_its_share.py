@@ -4,8 +4,8 @@ been published, when the plan names none any more: a large fill into a full L1 e
 from __future__ import annotations
 
 import pytest
+from support.filling import filling
 from support.worker import make_keys
-from unit.server.test_fills import filling
 
 from kvserver.server import Fills, fills
 

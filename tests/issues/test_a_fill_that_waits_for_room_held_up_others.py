@@ -4,8 +4,8 @@ they read no more until it got room or was due, though it waited for the memory 
 from __future__ import annotations
 
 from support.daemon import wait_until
+from support.filling import Filling, filling
 from support.worker import make_keys
-from unit.server.test_fills import Filling, filling
 
 from kvserver.server.fills import memory_bound
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from support.daemon import wait_until
+from support.filling import filling
 from support.worker import make_keys
-from unit.server.test_fills import filling
 
 from kvserver.server import fills
 

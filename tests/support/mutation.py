@@ -1,7 +1,7 @@
 """A copy of the package with one mutation, and the tests that should notice it.
 
 Owns: where a mutation's text lies, the copy, and what an outcome is called. Refuses to know: which mutations there are
-(`mutants`), and how tests are started (`support.forked_tests`).
+(`mutants_of`), and how tests are started (`support.forked_tests`).
 """
 
 from __future__ import annotations

@@ -69,6 +69,6 @@ function cause(requests) {
     ...worst.advice.map((text) => el("p", {}, text)),
     el("p", { class: "note" },
       `${plural(requests.length, "request")} of ${named(requests, "instance_id")} (${named(requests, "model_name")}); `,
-      tokens ? `${exact(tokens)} of their tokens were or had been in L1. ` : "none of the computed tokens had been in L1. ", el("code", {}, `kvserver explain ${worst.request_id}`)),
+      tokens ? `${exact(tokens)} of ${requests.length === 1 ? "its" : "their"} tokens ${tokens === 1 ? "was" : "were"} or had been in L1. ` : "none of the computed tokens had been in L1. ", el("code", {}, `kvserver explain ${worst.request_id}`)),
   );
 }

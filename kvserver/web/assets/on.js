@@ -5,8 +5,8 @@ import { count, duration, exact, percent, plural } from "./format.js";
 
 /** State of an engine, and why it has no cache or not all of it. */
 export function stateOf(instance, hasSharedTier) {
-  const ranks = `${instance.workers.length} of ${instance.world_size} ranks`;
-  if (!instance.namespace) return { word: "Without cache", why: `waits until all ranks are registered and agree: ${ranks} are registered`, on: false };
+  const ranks = `${instance.workers.length} of ${instance.world_size}`;
+  if (!instance.namespace) return { word: "Without cache", why: `waits until all ranks are registered and agree: ${ranks} registered so far`, on: false };
   if (instance.private) return { word: "On, alone", why: `shares KV with no other engine: ${instance.private}`, on: true };
   if (instance.machine_only && hasSharedTier) return { word: "On", why: `uses L2 in files only: ${instance.machine_only}`, on: true };
   return { word: "On", why: instance.requests.lookups ? "" : "no lookup yet", on: true };
@@ -24,10 +24,12 @@ export function showOn(status, notReady) {
 
 function answer(status, states, refused, notReady) {
   if (!status.ready) return `No: ${notReady || "the daemon is not ready"}.`;
+  const all = states.length + refused.length;
   const without = states.filter((state) => !state.on).length + refused.length;
-  if (states.length + refused.length === 0) return "Yes, but no engine is connected.";
-  if (without) return `In part: ${exact(without)} of ${plural(states.length + refused.length, "engine")} run without cache.`;
-  return states.length === 1 ? "Yes: one engine is connected and uses the cache." : `Yes: ${plural(states.length, "engine")} are connected and use the cache.`;
+  if (all === 0) return "Yes, but no engine is connected.";
+  if (without === all) return all === 1 ? "No: the only engine runs without cache." : `No: all ${plural(all, "engine")} run without cache.`;
+  if (without) return `In part: ${exact(without)} of ${plural(all, "engine")} ${without === 1 ? "runs" : "run"} without cache.`;
+  return all === 1 ? "Yes: one engine is connected and uses the cache." : `Yes: ${plural(all, "engine")} are connected and use the cache.`;
 }
 
 // What a row shows: a table that would look the same is not made anew.

@@ -45,7 +45,7 @@ def status(seconds: float, tokens: int, **changes: object) -> DaemonStatus:
 def text(reading: Reading) -> str:
     console = Console(width=200, highlight=False, color_system=None)
     with console.capture() as captured:
-        console.print(frame(reading))
+        console.print(*frame(reading), sep="\n")
     return captured.get()
 
 

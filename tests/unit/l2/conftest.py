@@ -1,16 +1,21 @@
-"""Stores that tiers share, one of each kind for a module, and tiers in them that end with the test."""
+"""Stores that tiers share, one of each kind for a module, and tiers in them and in folders that end with the test."""
 
 from __future__ import annotations
 
 import time
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+from support.file_tiers import FileRig
 from support.mooncake import MooncakeStore
 from support.s3 import CREDENTIALS, S3Server
 from support.shared_tiers import MakeDaemon, SharedStore, TierDaemon
 from support.valkey import ValkeyStore
+
+from unit.l2.file_rigs import MakeRig
 
 
 @pytest.fixture(scope="module", params=["valkey", "s3", "mooncake"])
@@ -59,3 +64,16 @@ def daemon(store: SharedStore, prefix: str, make_daemon_of: MakeDaemon) -> TierD
 def neighbour(store: SharedStore, prefix: str, make_daemon_of: MakeDaemon, daemon: TierDaemon) -> TierDaemon:
     """Another daemon that shares the objects."""
     return make_daemon_of(store.url_of(prefix))
+
+
+@pytest.fixture
+def make_rig(tmp_path: Path) -> Iterator[MakeRig]:
+    rigs: list[FileRig] = []
+
+    def make(**options: Any) -> FileRig:
+        rigs.append(FileRig(tmp_path / "tier", **options))
+        return rigs[-1].opened()
+
+    yield make
+    for rig in rigs:
+        rig.close()

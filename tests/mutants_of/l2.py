@@ -1,0 +1,248 @@
+"""Mutants of `kvserver/l2`."""
+
+from __future__ import annotations
+
+from support.mutation import Mutant
+
+REMOTE = "unit/l2/test_remote.py"
+REMOTE_PARTS, LANE_TESTS = ("unit/l2/test_remote_parts.py",), ("unit/l2/test_lanes.py",)
+REMOTE_FAULTS = "unit/l2/test_remote_faults.py"
+LANES = "kvserver/l2/remote/lanes.py"
+GENERATIONS = "kvserver/l2/remote/generations.py"
+STORE_WORK = "kvserver/l2/remote/work.py"
+REMOTE_TIER = "kvserver/l2/remote/tier.py"
+EXISTENCE = "kvserver/l2/remote/existence.py"
+MOONCAKE = "kvserver/l2/remote/mooncake.py"
+FILE_TIER = "kvserver/l2/files/tier.py"
+FILE_RECORDS = "kvserver/l2/files/records.py"
+FILE_PUTS = "kvserver/l2/files/puts.py"
+FILE_GETS = "kvserver/l2/files/gets.py"
+FILE_LOG = "kvserver/l2/files/log_writer.py"
+FILE_OPENING = "kvserver/l2/files/opening.py"
+FILE_JOURNAL = "kvserver/l2/files/journal.py"
+FILES = "unit/l2/test_files.py"
+FILES_CLEAR, FILES_REOPENING = "unit/l2/test_files_clear.py", "unit/l2/test_files_reopening.py"
+FILE_FAULTS = "unit/l2/test_files_faults.py"
+
+MUTANTS = (
+    # ---- files/generations.py -----------------------------------------------------------------------
+    Mutant(
+        "a clear's generation returns",
+        "kvserver/l2/files/generations.py", "_new_generation", "secrets.randbits(63) + 1", "5",
+        (FILES_CLEAR,),
+    ),
+    # ---- files/gets.py ------------------------------------------------------------------------------
+    Mutant(
+        "a get that began before a clear is a hit",
+        FILE_GETS, "FileGets.ended",
+        "if get.void or get.generation != self._records.generation_of(get.name) or closed:", "if False:",
+        (FILES_CLEAR,),
+    ),
+    Mutant(
+        "a get with another coverage reads the object",
+        FILE_GETS, "FileGets.begin", " or found.meaning != meaning_of(memory)", "", (f"{FILES}::TestObjects",),
+    ),
+    Mutant(
+        "a corrupt object is promised again",
+        FILE_GETS, "FileGets._found_corrupt", "self._records.remove(get.name)", "pass",
+        (f"{FILE_FAULTS}::TestRecords",),
+    ),
+    Mutant(
+        "a disk of corrupt objects is used for ever",
+        FILE_GETS, "FileGets._found_corrupt", "self._corrupt_in_a_row >= MOST_CORRUPT", "False",
+        (f"{FILE_FAULTS}::TestRecords",),
+    ),
+    Mutant(
+        "a loss of power closes the tier",
+        FILE_GETS, "FileGets._found_corrupt", "if get.recovered:", "if False:", (f"{FILE_FAULTS}::TestFiles",),
+    ),
+    # ---- files/journal.py ---------------------------------------------------------------------------
+    Mutant(
+        "entries are appended behind a bad one",
+        FILE_JOURNAL, "replay", "if writable and os.fstat(fd).st_size != end:", "if False:",
+        (f"{FILE_FAULTS}::TestFiles",),
+    ),
+    Mutant(
+        "a journal of another data file counts",
+        FILE_JOURNAL, "_read_head", "intact and of_data == data_id", "intact", (f"{FILE_FAULTS}::TestFiles",),
+    ),
+    # ---- files/log_writer.py ------------------------------------------------------------------------
+    Mutant(
+        "pages whose drop could not be written are used again",
+        FILE_LOG, "LogWriter._write", "return\n            self._pool", "pass\n            self._pool",
+        (f"{FILE_FAULTS}::TestJournal",),
+    ),
+    # ---- files/opening.py ---------------------------------------------------------------------------
+    Mutant(
+        "the journal's records of before a clear are found after a restart",
+        FILE_OPENING, "open_tier", "    _drop_other_generations(table, known)\n", "", (FILES_CLEAR,),
+    ),
+    Mutant(
+        "records dropped while opening return",
+        FILE_OPENING, "open_tier", "written.append(table.drain_log())", "table.drain_log()",
+        (f"{FILES_REOPENING}::TestReopening",),
+    ),
+    # ---- files/puts.py ------------------------------------------------------------------------------
+    Mutant(
+        "a put that began before a clear is found after it",
+        FILE_PUTS, "FilePuts._is_current", "put.generation == self._records.generation_of(put.name)", "True",
+        (FILES_CLEAR,),
+    ),
+    Mutant(
+        "a put that was dropped meanwhile is found",
+        FILE_PUTS, "FilePuts.ended", "not put.void", "True", (f"{FILES}::TestObjects",),
+    ),
+    Mutant(
+        "each put waits for a journal's write of its own",
+        FILE_PUTS, "FilePuts.start", "sum(each.pages for each in self._waiting)", "put.pages",
+        (f"{FILES}::TestEviction",),
+    ),
+    # ---- files/records.py ---------------------------------------------------------------------------
+    Mutant(
+        "a file tier does not report what it evicts",
+        FILE_RECORDS, "FileRecords.make_room", "self._changed(False, ObjectName(*evicted[:3]))", "pass",
+        ("daemon/test_l2_events.py::test_what_the_tier_evicts_is_removed",),
+    ),
+    Mutant(
+        "pages are used again before their drop is in the journal",
+        FILE_RECORDS, "FileRecords._release", "self._writer.free_later(extents, _pages_of(extents))",
+        "self.pool.free_pages(extents)", (f"{FILE_FAULTS}::TestJournal",),
+    ),
+    Mutant(
+        "pages are used again while a get reads them",
+        FILE_RECORDS, "FileRecords._release", "if extents in self._reads:", "if False:", (f"{FILES}::TestEviction",),
+    ),
+    # ---- files/tier.py ------------------------------------------------------------------------------
+    Mutant(
+        "pages of a clear that is not durable are used again",
+        FILE_TIER, "FileTier.drain", "parts.clears.durable and ", "", (f"{FILE_FAULTS}::TestJournal",),
+    ),
+    # ---- remote/existence.py ------------------------------------------------------------------------
+    Mutant(
+        "what a store had once is promised for ever",
+        EXISTENCE, "Existence.bitmap", "> now_ns", "> 0", REMOTE_PARTS,
+    ),
+    # ---- remote/generations.py ----------------------------------------------------------------------
+    Mutant(
+        "a lost id of a scope is replaced by one that was used before",
+        GENERATIONS, "Generations.of", "value or client.create_id(name, os.urandom(_ID_BYTES))", "value or bytes(16)",
+        ("unit/l2/test_valkey.py::test_what_was_cleared_stays_so_when_the_server_loses_the_ids",),
+    ),
+    Mutant(
+        "a clear that failed is forgotten",
+        GENERATIONS, "Generations.write", "client.write_id(self._names.of_id(scope), value)",
+        "self._unwritten.pop(scope); client.write_id(self._names.of_id(scope), value)",
+        (f"{REMOTE_FAULTS}::test_a_clear_whose_write_fails_keeps_the_scope_closed",),
+    ),
+    # ---- remote/lanes.py ----------------------------------------------------------------------------
+    Mutant(
+        "a job that is copying to or from L1 ends before its copy",
+        LANES, "Lanes._end_outside", "if job.phase is JobPhase.INSIDE:", "if False:", LANE_TESTS,
+    ),
+    Mutant(
+        "a job that was ended copies to L1",
+        LANES, "Lanes._inside", "if job.phase is JobPhase.ENDED:", "if False:", LANE_TESTS,
+    ),
+    Mutant(
+        "a tier is closed while L1 is being copied",
+        LANES, "Lanes.close", "self._left.wait_for(lambda: not self._open.jobs)", "pass", LANE_TESTS,
+    ),
+    Mutant("a get waits for puts", LANES, "Lanes._next", "if all_kinds else", "if True else", LANE_TESTS),
+    Mutant(
+        "jobs that waited in the queue open the breaker",
+        LANES, "Lanes._watch_clock", "job.began_ns > 0 or self._all_hang()", "True", LANE_TESTS,
+    ),
+    Mutant(
+        "clients that hang for good never open the breaker",
+        LANES, "Lanes._watch_clock", "job.began_ns > 0 or self._all_hang()", "job.began_ns > 0", LANE_TESTS,
+    ),
+    Mutant(
+        "small jobs of other kinds share a command",
+        LANES, "_take_bundle", "queue[0].bundle != jobs[0].bundle", "False", LANE_TESTS,
+    ),
+    Mutant(
+        "a command takes all that is queued, however large",
+        LANES, "_take_bundle", "while queue and size < BUNDLE_BYTES:", "while queue:", LANE_TESTS,
+    ),
+    # ---- remote/mooncake.py -------------------------------------------------------------------------
+    Mutant(
+        "a buffer that grew is not the one that Mooncake's client writes to",
+        MOONCAKE, "_MooncakeClient._ask", "self._mapped != self._buffer.growths", "not self._mapped",
+        ("unit/l2/test_mooncake.py::test_a_buffer_that_grew_is_the_one_that_is_written_to",),
+    ),
+    Mutant(
+        "a process of Mooncake's client that hangs is used on",
+        MOONCAKE, "_MooncakeClient.close", "self._process.kill()", "pass",
+        ("unit/l2/test_mooncake.py::test_a_process_that_hangs_ends_with_its_request",),
+    ),
+    # ---- remote/mooncake_child.py -------------------------------------------------------------------
+    Mutant(
+        "a clear leaves the id that Mooncake has",
+        "kvserver/l2/remote/mooncake_child.py", "LibraryStore.write_id", "batch_upsert_from", "batch_put_from",
+        (f"{REMOTE}::test_a_clear_survives_a_restart",),
+    ),
+    # ---- remote/names.py ----------------------------------------------------------------------------
+    Mutant(
+        "groups of one chunk have one name",
+        "kvserver/l2/remote/names.py", "Names.of", "/{name.group}/", "/", REMOTE_PARTS,
+    ),
+    # ---- remote/tier.py -----------------------------------------------------------------------------
+    Mutant(
+        "each object of a command that failed counts for the breaker",
+        REMOTE_TIER, "RemoteTier._apply", "not 0 < job.command == self._failed_command", "True", LANE_TESTS,
+    ),
+    Mutant(
+        "what another daemon cleared is still promised",
+        REMOTE_TIER, "RemoteTier.drain", "self._existence.forget_namespaces(namespace)", "pass",
+        (f"{REMOTE_FAULTS}::test_a_clear_by_one_daemon_is_seen_by_the_other_in_time",),
+    ),
+    Mutant(
+        "what was cleared is still promised",
+        REMOTE_TIER, "RemoteTier.clear", "self._existence.forget_namespaces(scope)", "pass",
+        (f"{REMOTE}::test_what_was_cleared_is_never_served_again",),
+    ),
+    Mutant(
+        "a get that ended just before a clear is a hit",
+        REMOTE_TIER, "RemoteTier._apply", "if ticket.void:", "if False:",
+        (f"{REMOTE}::test_a_put_and_a_get_that_have_ended_when_a_clear_begins_count_no_more",),
+    ),
+    Mutant(
+        "objects are promised while the breaker is open",
+        REMOTE_TIER, "RemoteTier.holds", "if self._refusal():", "if False:",
+        (f"{REMOTE_FAULTS}::test_the_breaker_opens_for_a_store_that_hangs_and_closes_when_it_goes_on",),
+    ),
+    Mutant(
+        "a store of corrupt objects is used for ever",
+        REMOTE_TIER, "RemoteTier._watch_corruption", "self._corrupt_in_a_row == _CORRUPT_TO_CLOSE", "False",
+        (f"{REMOTE_FAULTS}::test_eight_corrupt_objects_in_a_row_close_the_tier",),
+    ),
+    # ---- remote/valkey.py ---------------------------------------------------------------------------
+    Mutant(
+        "two daemons that start together have other ids of one scope",
+        "kvserver/l2/remote/valkey.py", "_ValkeyClient.create_id", "conditional_set=condition, ", "",
+        (f"{REMOTE_FAULTS}::test_the_first_id_of_a_scope_is_the_one_that_all_use",),
+    ),
+    # ---- remote/work.py -----------------------------------------------------------------------------
+    Mutant(
+        "a record whose checks failed is a hit",
+        STORE_WORK, "_read", "if match is RecordMatch.CORRUPT:", "if False:",
+        (f"{REMOTE_FAULTS}::test_wrong_bytes_under_a_right_name_are_found",),
+    ),
+    Mutant(
+        "a record of another coverage or generation is a hit",
+        STORE_WORK, "_read", "if match is RecordMatch.OTHER:", "if False:",
+        (f"{REMOTE_FAULTS}::test_an_earlier_generations_bytes_under_a_right_name_are_a_miss",),
+    ),
+    Mutant(
+        "an object that another daemon cleared while it was read is a hit",
+        STORE_WORK, "StoreWork.get", "changed = self._generations.of(client, namespace) != generation",
+        "changed = False",
+        (f"{REMOTE_FAULTS}::test_what_another_daemon_cleared_while_it_was_under_way_counts_no_more",),
+    ),
+    Mutant(
+        "an object that another daemon cleared while it was written is remembered",
+        STORE_WORK, "StoreWork.put", "changed = self._generations.of(client, namespace) != generation",
+        "changed = False",
+        (f"{REMOTE_FAULTS}::test_what_another_daemon_cleared_while_it_was_under_way_counts_no_more",),
+    ),
+)  # fmt: skip

@@ -1,0 +1,32 @@
+"""Mutants of `kvserver/web`."""
+
+from __future__ import annotations
+
+from support.mutation import Mutant
+
+HISTORY = "kvserver/web/history.py"
+HISTORY_TESTS = ("unit/web/test_history.py",)
+PAGE_TESTS = ("daemon/test_page_data.py",)
+
+MUTANTS = (
+    # ---- access.py ----------------------------------------------------------------------------------
+    Mutant(
+        "the history is a part of the shell, which needs no token",
+        "kvserver/web/access.py", "is_shell", 'path == "/"', 'path in ("/", "/history")', PAGE_TESTS,
+    ),
+    Mutant(
+        "another site's page gets the shell of a daemon that needs a token",
+        "kvserver/web/access.py", "Access.refusal", "if foreign := _foreign_origin(method, host, headers)",
+        "if not is_shell(method, path) and (foreign := _foreign_origin(method, host, headers))", PAGE_TESTS,
+    ),
+    # ---- history.py ---------------------------------------------------------------------------------
+    Mutant(
+        "a sample is begun each time that it might be due",
+        HISTORY, "History.tick", "now >= self._due", "True", HISTORY_TESTS,
+    ),
+    Mutant(
+        "a number that is no longer kept begins with the wrong sample",
+        HISTORY, "History.since", "islice(self._rows, first - (self._taken - len(self._rows)), None)", "self._rows",
+        HISTORY_TESTS,
+    ),
+)  # fmt: skip

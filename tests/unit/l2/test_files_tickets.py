@@ -1,0 +1,80 @@
+"""Tickets of the file tier end once, and its threads give way to others."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+
+from support.file_tiers import FaultyDisk, name_of
+
+from kvserver.l2 import TierOutcome
+from kvserver.l2.files.tier import THREADS
+from unit.l2.file_rigs import DONE, SIZES, MakeRig
+
+
+class TestTickets:
+    def test_a_waiting_ticket_ends_at_its_cancel(self, make_rig: MakeRig) -> None:
+        disk = FaultyDisk()
+        rig = make_rig(disk=disk)
+        rig.put(name_of(1), *SIZES)
+        disk.file.hang(True)
+        gets = [rig.tier.get(name_of(1), rig.l1.memory(*SIZES), 0) for _ in range(8)]
+        rig.until(lambda: disk.file.hanging == 4)
+        rig.tier.cancel(gets[-1])
+        assert rig.end(gets[-1]).outcome is TierOutcome.CANCELLED
+        rig.tier.cancel(gets[0])
+        rig.turn()
+        assert not rig.ended(gets[0]), "a thread uses its memory"
+        disk.file.hang(False)
+        assert {rig.end(ticket).outcome for ticket in gets[1:-1]} == {DONE}
+        assert rig.end(gets[0]).outcome in (DONE, TierOutcome.CANCELLED)
+        rig.tier.cancel(gets[0])
+
+    def test_a_read_that_hangs_keeps_its_ticket_open_and_ends_as_timeout(self, make_rig: MakeRig) -> None:
+        disk = FaultyDisk()
+        rig = make_rig(disk=disk)
+        rig.put(name_of(1), *SIZES)
+        disk.file.hang(True)
+        soon = time.monotonic_ns() + 50_000_000
+        gets = [rig.tier.get(name_of(1), rig.l1.memory(*SIZES), soon) for _ in range(6)]
+        rig.until(lambda: time.monotonic_ns() > soon + 50_000_000)
+        rig.tier.tick(time.monotonic_ns())
+        assert [rig.end(ticket).outcome for ticket in gets[4:]] == [TierOutcome.TIMEOUT] * 2, (
+            "those that wait end in time"
+        )
+        assert not any(map(rig.ended, gets[:4]))
+        disk.file.hang(False)
+        assert {rig.end(ticket).outcome for ticket in gets} == {TierOutcome.TIMEOUT}
+        assert rig.get(name_of(1), *SIZES) is DONE, "a slow disk is no reason to drop it"
+
+    def test_gets_go_before_puts(self, make_rig: MakeRig) -> None:
+        disk = FaultyDisk()
+        rig = make_rig(disk=disk)
+        rig.put(name_of(0), *SIZES)
+        disk.file.hang(True)
+        puts = [rig.begin_put(name_of(number), *SIZES)[0] for number in range(1, 9)]
+        rig.until(lambda: disk.file.hanging == 3)  # a thread is kept for gets
+        reads = disk.file.reads.calls
+        get = rig.tier.get(name_of(0), rig.l1.memory(*SIZES), 0)
+        rig.until(lambda: disk.file.hanging == 4)
+        assert disk.file.reads.calls == reads + 1
+        disk.file.hang(False)
+        assert {rig.end(ticket).outcome for ticket in (*puts, get)} == {DONE}
+
+
+def threads_of_nice(nice: int) -> set[str]:
+    """Threads of this process with that priority."""
+    found = set()
+    for path in Path("/proc/self/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            if int(path.read_text().rpartition(")")[2].split()[16]) == nice:
+                found.add(path.parent.name)
+    return found
+
+
+def test_the_threads_of_a_tier_give_way_to_all_others(make_rig: MakeRig) -> None:
+    """Else L1's copies wait for them: a store took 1.35 of its time while a fill ran."""
+    before = threads_of_nice(19)
+    rig = make_rig()
+    rig.until(lambda: len(threads_of_nice(19) - before) == THREADS)
