@@ -12,7 +12,7 @@ from kvserver.adapters.common.specs import LoadSpec, StoreSpec
 from kvserver.adapters.common.steps import StepPlan
 from kvserver.adapters.vllm.scheduler import SchedulerHalf
 from made_up_model import prompt
-from modelless import Engine
+from modelless import Answer, Engine
 from reconnect import replace_daemon
 from support.daemon import Daemon, wait_until
 from tap import Tap
@@ -21,6 +21,7 @@ from kvserver.protocol import KEY_BYTES, EndRequest, Error, Lookup, Reply, Reque
 
 CHUNK = 64
 TOKENS = prompt(1, 4 * CHUNK + 10)
+PATIENT = {"kvserver.lookup_age_ms": 600_000, "kvserver.lookup_timeout_ms": 10_000}
 MakeDaemon = Callable[..., Daemon]
 MakeEngine = Callable[..., Engine]
 MakeTap = Callable[[Daemon], Tap]
@@ -63,6 +64,18 @@ def stored(tap: Tap, make_engine: MakeEngine, tokens: list[int] = TOKENS, **opti
     engine.close()
 
 
+def one_fails_and_one_waits(tap: Tap, engine: Engine) -> Answer:
+    """Both have their answer; the load of whichever is placed first fails, and it ends: else it computes what the other one needs."""
+    tap.instead = refuse_loads
+    answers = {name: engine.add(name, TOKENS) for name in ("one", "other")}
+    engine.run(until=lambda: half_of(engine).counters["failed_loads"] == 1)
+    waiting = [name for name in answers if engine.status_of(name) == "WAITING"]
+    assert len(waiting) == 1, "there are no blocks for both"
+    for name in answers.keys() - waiting:
+        engine.abort(name)
+    return answers[waiting[0]]
+
+
 def test_of_many_requests_with_one_prompt_one_tries_a_load_that_fails(
     clock: Clock, tap: Tap, make_engine: MakeEngine
 ) -> None:
@@ -98,14 +111,10 @@ def test_requests_that_wait_with_an_answer_do_not_load_what_failed_meanwhile(
 ) -> None:
     """Nothing of it, or as far as nothing failed: the engine has the first `own` tokens itself."""
     stored(tap, make_engine)
-    engine = make_engine(tap.endpoint, num_blocks=25, extra={"kvserver.lookup_age_ms": 600_000})
+    engine = make_engine(tap.endpoint, num_blocks=25, extra=PATIENT)
     engine.generate("own", TOKENS[:own])
-    tap.instead, before = refuse_loads, len(engine.loads)
-    engine.add("fails", TOKENS)
-    waits = engine.add("waits", TOKENS)
-    engine.run(until=lambda: half_of(engine).counters["failed_loads"] == 1)
-    assert engine.status_of("waits") == "WAITING", "there are no blocks for it"
-    engine.abort("fails")  # else it computes what the other one needs
+    before = len(engine.loads)
+    waits = one_fails_and_one_waits(tap, engine)
     engine.run()
     assert waits.right
     assert len(engine.loads) == before + 1
@@ -116,17 +125,10 @@ def test_an_answer_from_before_a_failure_is_not_used_as_far_as_it_failed(
 ) -> None:
     """The engine had the first chunks itself when the load failed, and lost them before the next request began."""
     stored(tap, make_engine)
-    engine = make_engine(
-        tap.endpoint, num_blocks=25, extra={"kvserver.lookup_age_ms": 600_000, "kvserver.on_prefix_reset": "keep"}
-    )
+    engine = make_engine(tap.endpoint, num_blocks=25, extra=PATIENT | {"kvserver.on_prefix_reset": "keep"})
     engine.generate("own", TOKENS[: 2 * CHUNK + 5])
-    tap.instead = refuse_loads
-    engine.add("fails", TOKENS)
-    waits = engine.add("waits", TOKENS)
-    engine.run(until=lambda: half_of(engine).counters["failed_loads"] == 1)
-    assert engine.status_of("waits") == "WAITING", "there are no blocks for it"
+    waits = one_fails_and_one_waits(tap, engine)
     tap.instead = lambda message: None
-    engine.abort("fails")
     assert engine.scheduler.reset_prefix_cache()
     engine.run()
     assert waits.right

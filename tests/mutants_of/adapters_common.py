@@ -88,6 +88,11 @@ MUTANTS = (
         LINK, "Link._watch", "self._wait(session.lifeline, seconds)", "self._wait(None, seconds)",
         ("issues/adapters/test_an_idle_scheduler_kept_its_session_with_a_dead_daemon.py",),
     ),
+    Mutant(
+        "a session of the scheduler half outlasts its daemon while none answers",
+        LINK, "Link._watch", "                return False", "                return keeps",
+        ("issues/adapters/test_a_half_waited_for_the_answer_of_a_daemon_that_had_ended.py",),
+    ),
     # ---- lookups.py ---------------------------------------------------------------------------------
     Mutant(
         "a lookup that ends inside a chunk does not go on there",

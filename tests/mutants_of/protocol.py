@@ -17,4 +17,9 @@ MUTANTS = (
         "the end of a connection is the end of the process",
         CLIENT, "Attachment.wait_for_death", "poller.poll()", "pass", (DYING,),
     ),
+    Mutant(
+        "an answer is awaited from a server that has ended",
+        CLIENT, "WatchedClient._wait", "not self.alive()", "False",
+        ("issues/adapters/test_a_half_waited_for_the_answer_of_a_daemon_that_had_ended.py",),
+    ),
 )  # fmt: skip

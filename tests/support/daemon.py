@@ -98,7 +98,10 @@ class Daemon:
         return words
 
     def start(self) -> Daemon:
-        """Returns when it has printed its line. AssertionError with its log if it does not within 15 s."""
+        """Returns when it has printed its line, and file tiers are open: what is stored before that is not written.
+
+        AssertionError with its log if it does not print it within 15 s.
+        """
         with open(self.folder / "log", "a") as log:
             self.process = subprocess.Popen(
                 self.command(), stdout=subprocess.PIPE, stderr=log, text=True, env={**os.environ, **self.env}
@@ -107,7 +110,12 @@ class Daemon:
         os.set_blocking(self.process.stdout.fileno(), False)
         self.ready_line = wait_until(self._read_line, 15, "the ready line")
         assert " ready: " in self.ready_line, self.ready_line + self.log
+        if "file://" in f"{self.flags.get('l2')} {self.env.get('KVSERVER_L2')}":
+            wait_until(self._files_are_open, 15, "the file tiers are open")
         return self
+
+    def _files_are_open(self) -> bool:
+        return all(tier["state"] != "opening" for tier in self.status()["l2"] if tier["url"].startswith("file:"))
 
     def _read_line(self) -> str:
         assert self.process is not None

@@ -1,4 +1,4 @@
-"""A half that said hello to a daemon as it ended waited 2 s for the answer, while the next daemon was there. The scheduler half went on in the
+"""A half that sent Hello to a daemon as it ended waited 2 s for the answer, while the next daemon was there. The scheduler half went on in the
 former session meanwhile: it reported that its cache was on, and each lookup could be a miss after its whole timeout.
 
 Rule: who awaits an answer watches the connection that would bring it.
