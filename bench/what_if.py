@@ -305,10 +305,10 @@ class NoTable:
 
     sample_rate, memory_bytes = 1.0, 0
 
-    def lookup(self, *_: object) -> list[tuple[int, float]]:
-        return [(LOOKED_UP, float(LOOKED_UP))] * (len(SIZES) + 1)
+    def lookup(self, *_: object) -> None:
+        pass
 
-    def use_again(self, *_: object) -> None:
+    def use(self, *_: object) -> None:
         pass
 
     def distinct(self) -> bytes:
