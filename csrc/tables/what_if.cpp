@@ -40,7 +40,7 @@ void WhatIf::clear() {
     }
     exact_ = kUnlimited;
     threshold_ = kAll;
-    now_ = 1;
+    now_ = begin_ = 1;
     size_ = 0;
     std::vector<Slot>(kFirstSlots).swap(slots_);
     std::vector<Entry>(kFirstSlots / 2 * 3).swap(entries_);
@@ -266,6 +266,7 @@ void WhatIf::use(uint64_t salt, std::string_view raw, const HitRules& rules, con
     const Keys keys = keys_of(salt, raw);
     const size_t listed = pages == 0 || rules.full == 0 ? 0 : std::min(found, keys.count);
     const size_t hit = *std::ranges::max_element(hits.boundary);
+    begin_ = now_;
     for (size_t end = std::min(keys.count, std::max(found, hit)); end > 0;) {
         const size_t first = (end - 1) / kBlock * kBlock;
         use_block(keys, first, end, hits, listed, listed != 0 ? rules.full : 0, pages);
@@ -275,6 +276,7 @@ void WhatIf::use(uint64_t salt, std::string_view raw, const HitRules& rules, con
 
 void WhatIf::add(uint64_t salt, std::string_view raw, uint16_t bit, uint32_t pages) {
     const Keys keys = keys_of(salt, raw);
+    begin_ = now_;
     for (size_t end = keys.count; end > 0;) {
         const size_t first = (end - 1) / kBlock * kBlock;
         use_block(keys, first, end, {}, keys.count, bit, std::max<uint32_t>(1, pages));

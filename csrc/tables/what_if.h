@@ -179,10 +179,12 @@ class WhatIf {
     void add_pages(uint32_t time, uint16_t bits, uint32_t pages);
     void returning(const Hits& hits);
     void shrink();
-    void evict(size_t size);
+    void evict_oldest(size_t size, uint64_t most);
+    bool evict(size_t size);
     uint32_t next(size_t size, uint32_t from, uint32_t end, bool used) const;
-    void demote(size_t size);
-    uint32_t demoted_at(size_t size, uint32_t time) const;
+    bool demote(size_t size, uint32_t end);
+    uint32_t demoted_at(size_t size, uint32_t time);
+    void forget(size_t size);
 
     void reserve(size_t chunks);
     void grow();
@@ -197,7 +199,7 @@ class WhatIf {
     size_t exact_ =
         kUnlimited;  // the first so many sizes count every chunk, the others those sampled
     uint64_t threshold_ = kAll;
-    uint32_t now_ = 1;
+    uint32_t now_ = 1, begin_ = 1;  // `begin_`: of this call
     size_t size_ = 0;
     std::vector<Slot> slots_;
     std::vector<Entry> entries_;                    // 3 for 2 slots

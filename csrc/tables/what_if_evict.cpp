@@ -14,65 +14,99 @@ void WhatIf::shrink() {
         Size& size = sizes_[i];
         const double rate = i < exact_ ? 1 : sample_rate();
         const auto most = static_cast<uint64_t>(static_cast<double>(size.most) * rate);
-        while (size.pages > most && size.chunks != 0) evict(i);
+        if (size.pages <= most) continue;
+        if (protects_) {
+            while (size.pages > most && evict(i)) {
+            }
+        } else {
+            evict_oldest(i, most);
+        }
     }
+}
+
+void WhatIf::evict_oldest(size_t at, uint64_t most) {
+    Size& size = sizes_[at];
+    const Entry sampled = at < exact_ ? 0 : kSampledFlag;
+    uint64_t pages = size.pages, chunks = size.chunks;
+    uint32_t time = size.fresh;
+    for (; pages > most && time < now_; ++time) {
+        const Entry entry = entries_[time];
+        if (entry == 0 || (entry & sampled) != sampled) continue;
+        pages -= entry & kPages;
+        --chunks;
+    }
+    size.pages = pages;
+    size.chunks = chunks;
+    size.fresh = time;
 }
 
 // The next chunk of the size with or without its bit; `end` if there is none before it.
 uint32_t WhatIf::next(size_t size, uint32_t from, uint32_t end, bool used) const {
     const Entry bit = Entry{1} << (kUsedAt + size), sampled = size < exact_ ? 0 : kSampledFlag;
     const Entry wanted = (used ? bit : 0) | sampled;
-    while (from < end && (entries_[from] == 0 || (entries_[from] & (bit | sampled)) != wanted)) {
+    while (from < end && ((entries_[from] & (bit | sampled)) != wanted || entries_[from] == 0)) {
         ++from;
     }
     return from;
 }
 
-void WhatIf::evict(size_t at) {
+// What this call has used leaves after all else. False if the size has no chunk.
+bool WhatIf::evict(size_t at) {
     Size& size = sizes_[at];
-    if (size.room == 0) {
-        size.old_fresh = std::exchange(size.young_fresh, size.fresh);
-        size.old_demoted = std::exchange(size.young_demoted, size.demoted);
-        size.room = std::max<uint64_t>(
-            size.chunks, at < exact_ ? kLeastRemembered : kLeastRemembered * sample_rate());
+    if (size.room == 0) forget(at);
+    for (int i = 0; i < 2 && size.protected_chunks * 5 >= size.chunks * 2 + 5; ++i) {
+        demote(at, now_);
     }
-    --size.room;
-    const auto excess = static_cast<int64_t>(static_cast<double>(size.protected_chunks) -
-                                             kProtectedShare * static_cast<double>(size.chunks));
-    for (int64_t i = 0; i < std::min<int64_t>(2, excess); ++i) demote(at);
-    size.fresh = next(at, size.fresh, now_, false);
-    size.demoted = next(at, size.demoted, size.kept, true);
-    if (size.fresh == now_ && size.demoted == size.kept) {
-        demote(at);
+    for (const uint32_t end : {begin_, now_}) {
+        size.fresh = std::max(size.fresh, next(at, size.fresh, end, false));
         size.demoted = next(at, size.demoted, size.kept, true);
+        const bool any_demoted = size.demoted < size.kept;
+        uint32_t* leaves = nullptr;
+        if (size.fresh < end) {
+            const bool older = any_demoted && demoted_at(at, size.demoted) <= size.fresh;
+            leaves = older ? &size.demoted : &size.fresh;
+        } else if (any_demoted || demote(at, end)) {
+            size.demoted = next(at, size.demoted, size.kept, true);
+            leaves = &size.demoted;
+        }
+        if (leaves == nullptr) continue;
+        size.pages -= entries_[(*leaves)++] & kPages;
+        --size.chunks;
+        --size.room;
+        return true;
     }
-    while (size.marks.size() > 1 && size.marks[1].from <= size.demoted) size.marks.pop_front();
-    const bool demoted = size.demoted < size.kept &&
-                         (size.fresh == now_ || demoted_at(at, size.demoted) <= size.fresh);
-    uint32_t& leaves = demoted ? size.demoted : size.fresh;
-    if (leaves == now_) {  // no chunk is counted
-        size.pages = size.chunks = 0;
-        return;
-    }
-    size.pages -= entries_[leaves++] & kPages;
-    --size.chunks;
+    return false;
 }
 
-// The least recently used protected chunk goes back to probation, as the youngest there.
-void WhatIf::demote(size_t at) {
+// What was evicted before the young generation began is forgotten.
+void WhatIf::forget(size_t at) {
     Size& size = sizes_[at];
-    size.kept = next(at, size.kept, now_, true);
-    if (size.kept == now_) return;
-    const uint32_t gap = static_cast<uint32_t>(size.chunks / 64);
-    if (size.marks.empty() || now_ >= size.marks.back().now + gap)
+    const double least = kLeastRemembered * (at < exact_ ? 1 : sample_rate());
+    size.old_fresh = std::exchange(size.young_fresh, size.fresh);
+    size.old_demoted = std::exchange(size.young_demoted, size.demoted);
+    size.room = std::max<uint64_t>({size.chunks, static_cast<uint64_t>(least), 1});
+}
+
+// The least recently used protected chunk goes back to probation, as the youngest there. False if
+// none was used before `end`.
+bool WhatIf::demote(size_t at, uint32_t end) {
+    Size& size = sizes_[at];
+    const uint32_t oldest = next(at, size.kept, end, true);
+    if (oldest >= end) return false;
+    size.kept = oldest;
+    const auto gap = static_cast<uint32_t>(size.chunks / 64);
+    if (size.marks.empty() || now_ >= size.marks.back().now + gap) {
         size.marks.push_back({size.kept, now_});
+    }
     ++size.kept;
     --size.protected_chunks;
+    return true;
 }
 
 // When a demoted chunk was: between two marks.
-uint32_t WhatIf::demoted_at(size_t at, uint32_t time) const {
-    const Size& size = sizes_[at];
+uint32_t WhatIf::demoted_at(size_t at, uint32_t time) {
+    Size& size = sizes_[at];
+    while (size.marks.size() > 1 && size.marks[1].from <= size.demoted) size.marks.pop_front();
     const Mark from = size.marks.front();
     const Mark to = size.marks.size() > 1 ? size.marks[1] : Mark{size.kept, now_};
     if (time <= from.from || to.from <= from.from) return from.now;
@@ -115,7 +149,7 @@ void WhatIf::rebuild(size_t slots) {
 
 // The times keep their order and become 1, 2, 3 ...
 void WhatIf::renumber() {
-    std::vector<uint32_t*> times;
+    std::vector<uint32_t*> times{&begin_};
     for (Size& size : sizes_) {
         for (uint32_t* time : {&size.fresh, &size.demoted, &size.kept, &size.old_fresh,
                                &size.old_demoted, &size.young_fresh, &size.young_demoted}) {
