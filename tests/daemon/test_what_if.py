@@ -83,6 +83,19 @@ def test_size_one_agrees_with_the_daemons_own_counter_and_each_size_with_an_lru_
     assert {size: daemon.metric("kvserver_l1_would_hit_tokens_total", size=size) for size in SIZES} == found
 
 
+def test_the_curve_follows_the_policy_of_l1(
+    make_daemon: Callable[..., Daemon], make_worker: Callable[..., Worker]
+) -> None:
+    daemon = make_daemon(l1_size="2MiB", eviction_policy="slru")
+    served(daemon, make_worker(daemon), drawn(2, 60, 6, 300, 4))
+    status = daemon.status()
+    assert status["l1"]["evictions"] > 100, "L1 is full"
+    assert status["what_if"]["policy"] == status["l1"]["policy"] == "slru"
+    points = 100 / status["totals"]["lookup_tokens"]
+    counter = daemon.metric("kvserver_lookup_hit_tokens_total") or 0
+    assert points * would_hit(daemon)["1"] == pytest.approx(points * counter, abs=2)
+
+
 def test_what_only_l2_has_is_a_hit_of_a_larger_l1(
     make_daemon: Callable[..., Daemon], make_worker: Callable[..., Worker], tmp_path: Path
 ) -> None:
