@@ -382,7 +382,10 @@ def main() -> None:
     if arguments.trace:
         prompts, blocks = of_trace(arguments.trace)
         pages = array("I", [1]) * blocks
-        rows = [(f"L1 1/{part}", *measure(iter(prompts), pages, blocks // part, arguments.policy).cells()) for part in (256, 64, 16, 4)]
+        rows = [
+            (f"L1 1/{part}", *measure(iter(prompts), pages, blocks // part, arguments.policy).cells())
+            for part in (256, 64, 16, 4)
+        ]
     for objects in () if arguments.trace else arguments.objects:
         for name in WORKLOADS:
             rows.append((name, *synthetic(name, objects, arguments.policy).cells()))
