@@ -66,7 +66,7 @@ def drawn(seed: int, documents: int, longest: int, count: int, shared: int = 0) 
 def test_size_one_agrees_with_the_daemons_own_counter_and_each_size_with_an_lru_of_it(
     make_daemon: Callable[..., Daemon], make_worker: Callable[..., Worker], shared: int
 ) -> None:
-    daemon = make_daemon(l1_size="2MiB")
+    daemon = make_daemon(l1_size="2MiB", eviction_policy="lru")
     worker = make_worker(daemon)
     prompts = drawn(1, 60, 6, 400, shared)
     served(daemon, worker, prompts)
