@@ -189,7 +189,7 @@ class WhatIf {
     void reserve(size_t chunks);
     void grow();
     void thin_out();
-    void recount();
+    void count_again();
     void renumber();
     void rebuild(size_t slots);
 

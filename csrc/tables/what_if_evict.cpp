@@ -220,10 +220,10 @@ void WhatIf::thin_out() {
     }
     rebuild(slots_.size());
     renumber();
-    recount();
+    count_again();
 }
 
-void WhatIf::recount() {
+void WhatIf::count_again() {
     for (Size& size : sizes_) size.pages = size.chunks = size.protected_chunks = 0;
     for (uint32_t time = 1; time < now_; ++time) {
         const Entry entry = entries_[time];

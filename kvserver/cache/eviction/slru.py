@@ -74,7 +74,8 @@ class ProtectedSegment(Rings):
     def use(self, chunks: Iterable[Chunk]) -> None:
         used = list(cast(Iterable[_SegmentChunk], chunks))
         end = self._protected
-        for number, chunk in enumerate(used):  # as track(), for chunks that stay protected: the most common case, and half of its time
+        # As track(), for chunks that stay protected: the most common case, in half of its time.
+        for number, chunk in enumerate(used):
             if chunk.state != _PROTECTED or not chunk.ready or chunk.leases or chunk.pins:
                 del used[:number]
                 break
