@@ -22,7 +22,6 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from kvserver._native import HitRules, WhatIf, WhatIfHits
-from kvserver.cache.eviction import LeastRecentlyUsed, ProtectedSegment
 from kvserver.events import (
     ChunksEvicted,
     ChunksStored,
@@ -45,7 +44,8 @@ _MOST_OPEN_BYTES = 1 << 19
 _MOST_CHUNKS = 1 << 32
 _ONE_GROUP = HitRules(1, 1, [])
 _TAIL = HitRules(1, 1, [], distinct=False)
-_MODELLED = {policy.name: policy is ProtectedSegment for policy in (LeastRecentlyUsed, ProtectedSegment)}
+_LRU = "lru"
+_PROTECTS = {_LRU: False, "slru": True}  # the policies that the table knows
 
 
 class _Open(NamedTuple):
@@ -62,11 +62,11 @@ class _Open(NamedTuple):
 class WhatIfCurve(Subscriber):
     name = "what_if"
 
-    def __init__(self, l1_pages: int, page_bytes: int, policy: str = LeastRecentlyUsed.name) -> None:
+    def __init__(self, l1_pages: int, page_bytes: int, policy: str = _LRU) -> None:
         self._page_bytes = page_bytes
         self._pages = [int(size * l1_pages) for size in SIZES]
-        self._policy = policy if policy in _MODELLED else LeastRecentlyUsed.name
-        self._table = WhatIf(secrets.randbits(64), self._pages, _MODELLED[self._policy])
+        self._policy = policy if policy in _PROTECTS else _LRU
+        self._table = WhatIf(secrets.randbits(64), self._pages, _PROTECTS[self._policy])
         self._rules: dict[str, HitRules] = {}  # by instance; of others one full group
         # By namespace, and -1 - group of single blocks: pages of an object, all ranks together.
         self._objects: OrderedDict[bytes, dict[int, int]] = OrderedDict()
