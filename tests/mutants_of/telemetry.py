@@ -100,11 +100,6 @@ MUTANTS = (
         WHAT_IF, "WhatIfCurve.handle", "owner[0] == event.instance_id", "False", WHAT_IF_UNIT,
     ),
     Mutant(
-        "the curve is LRU's whatever L1's policy",
-        "kvserver/parts.py", "Observability.__init__", "page_bytes, settings.eviction_policy)", "page_bytes)",
-        WHAT_IF_DAEMON,
-    ),
-    Mutant(
         "a fleet's unlimited size is the sum of the daemons'",
         WHAT_IF, "merge_what_if", "max(0.0, again)", "0.0", (*WHAT_IF_UNIT, *WHAT_IF_DAEMON),
     ),
