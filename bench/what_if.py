@@ -49,12 +49,12 @@ Prompts = Iterator["array[int]"]  # numbers of objects
 
 
 class Reference:
-    """Exact caches of all sizes: bench/native/lru_sizes.cpp."""
+    """Exact caches of all sizes: bench/native/cache_sizes.cpp."""
 
-    def __init__(self, l1_pages: int, pages: array[int]) -> None:
+    def __init__(self, l1_pages: int, pages: array[int], policy: str) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            library = Path(folder) / "lru_sizes.so"
-            source = Path(__file__).parent / "native" / "lru_sizes.cpp"
+            library = Path(folder) / "cache_sizes.so"
+            source = Path(__file__).parent / "native" / "cache_sizes.cpp"
             subprocess.run(["c++", "-std=c++20", "-O2", "-shared", "-fPIC", source, "-o", library], check=True)
             self._calls = ctypes.CDLL(str(library))
         self._calls.make_caches.restype = ctypes.c_void_p
@@ -64,7 +64,11 @@ class Reference:
         self._hits = (ctypes.c_uint64 * len(sizes))()
         self._caches = ctypes.c_void_p(
             self._calls.make_caches(
-                self._sizes, ctypes.c_size_t(len(sizes)), _address(pages), ctypes.c_size_t(len(pages))
+                self._sizes,
+                ctypes.c_size_t(len(sizes)),
+                _address(pages),
+                ctypes.c_size_t(len(pages)),
+                ctypes.c_bool(policy == "slru"),
             )
         )
 
@@ -173,9 +177,9 @@ class Measured(NamedTuple):
         ]
 
 
-def measure(prompts: Prompts, pages: array[int], l1_pages: int) -> Measured:
+def measure(prompts: Prompts, pages: array[int], l1_pages: int, policy: str) -> Measured:
     """The curve gets the events of an L1 that is the reference's."""
-    reference, curve = Reference(l1_pages, pages), WhatIfCurve(l1_pages, PAGE)
+    reference, curve = Reference(l1_pages, pages, policy), WhatIfCurve(l1_pages, PAGE, policy)
     true, looked_up, seconds = [0] * (len(SIZES) + 1), 0, 0.0
     for number, prompt in enumerate(prompts):
         hits = reference.serve(prompt)
@@ -220,7 +224,7 @@ WORKLOADS = {
 }
 
 
-def synthetic(name: str, objects: int, part: int = 16) -> Measured:
+def synthetic(name: str, objects: int, policy: str, part: int = 16) -> Measured:
     """L1 has space for a `part`-th of the objects."""
     workload, hot, models = WORKLOADS[name]
     # A document and what is before it are of one model: what all share is the first one's.
@@ -231,7 +235,7 @@ def synthetic(name: str, objects: int, part: int = 16) -> Measured:
             pages[first : first + LONGEST] = array("I", [models[1]]) * LONGEST
         prompts = (prompt if pages[prompt[-1]] == models[0] else prompt[HOT:] for prompt in prompts)
     average = sum(models) / len(models)
-    return measure(prompts, pages, int(objects * average) // part)
+    return measure(prompts, pages, int(objects * average) // part, policy)
 
 
 # ---- cost ---------------------------------------------------------------------------------------
@@ -305,10 +309,10 @@ class NoTable:
 
     sample_rate, memory_bytes = 1.0, 0
 
-    def lookup(self, *_: object) -> list[tuple[int, float]]:
-        return [(LOOKED_UP, float(LOOKED_UP))] * (len(SIZES) + 1)
+    def lookup(self, *_: object) -> None:
+        pass
 
-    def use_again(self, *_: object) -> None:
+    def use(self, *_: object) -> None:
         pass
 
     def distinct(self) -> bytes:
@@ -367,6 +371,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--objects", type=int, nargs="*", default=[1000, 10_000, 100_000, 1_000_000, 10_000_000])
     parser.add_argument("--trace", type=Path)
+    parser.add_argument("--policy", choices=("lru", "slru"), default="lru")
     parser.add_argument("--cost", action="store_true")
     arguments = parser.parse_args()
     if arguments.cost:
@@ -377,10 +382,13 @@ def main() -> None:
     if arguments.trace:
         prompts, blocks = of_trace(arguments.trace)
         pages = array("I", [1]) * blocks
-        rows = [(f"L1 1/{part}", *measure(iter(prompts), pages, blocks // part).cells()) for part in (256, 64, 16, 4)]
+        rows = [
+            (f"L1 1/{part}", *measure(iter(prompts), pages, blocks // part, arguments.policy).cells())
+            for part in (256, 64, 16, 4)
+        ]
     for objects in () if arguments.trace else arguments.objects:
         for name in WORKLOADS:
-            rows.append((name, *synthetic(name, objects).cells()))
+            rows.append((name, *synthetic(name, objects, arguments.policy).cells()))
             print(" | ".join(rows[-1]), flush=True)
     print(table(("workload", *HEAD), rows))
 

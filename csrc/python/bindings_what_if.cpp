@@ -35,22 +35,39 @@ HitRules to_rules(uint16_t full, uint32_t chunk_tokens, const std::vector<Need>&
 void bind_what_if(nb::module_& m) {
     nb::class_<HitRules>(m, "HitRules")
         .def(nb::new_(&to_rules), "full"_a, "chunk_tokens"_a, "others"_a, "distinct"_a = true);
+    nb::class_<WhatIf::Hits>(m, "WhatIfHits");
     nb::class_<WhatIf>(m, "WhatIf")
-        .def(nb::init<uint64_t, const std::array<uint64_t, WhatIf::kUnlimited>&>(), "secret"_a,
-             "sizes"_a)
+        .def(nb::init<uint64_t, const std::array<uint64_t, WhatIf::kUnlimited>&, bool>(),
+             "secret"_a, "sizes"_a, "protects"_a)
         .def(
             "lookup",
             [](WhatIf& table, uint64_t salt, const nb::bytes& keys, const HitRules& rules,
-               size_t found, uint32_t pages) {
+               double chunk_tokens) {
                 const std::string_view raw = view(keys);
-                std::array<std::tuple<size_t, double>, WhatIf::kUnlimited + 1> hits;
                 const nb::gil_scoped_release released;
-                std::ranges::transform(
-                    table.lookup(salt, raw, rules, found, pages), hits.begin(),
-                    [](const WhatIf::Hit& hit) { return std::tuple(hit.boundary, hit.chunks); });
+                const WhatIf::Hits hits = table.lookup(salt, raw, rules);
+                table.count(hits, chunk_tokens);
                 return hits;
             },
-            "salt"_a, "keys"_a, "rules"_a, "found"_a, "pages"_a)
+            "salt"_a, "keys"_a, "rules"_a, "chunk_tokens"_a)
+        .def(
+            "lookup_tail",
+            [](WhatIf& table, uint64_t salt, const nb::bytes& keys, const HitRules& rules,
+               double block_tokens, const WhatIf::Hits& behind, size_t found) {
+                const WhatIf::Hits hits = table.lookup(salt, view(keys), rules);
+                table.count(hits, block_tokens, behind, found);
+                return hits;
+            },
+            "salt"_a, "keys"_a, "rules"_a, "block_tokens"_a, "behind"_a, "found"_a)
+        .def(
+            "use",
+            [](WhatIf& table, uint64_t salt, const nb::bytes& keys, const HitRules& rules,
+               const WhatIf::Hits& hits, size_t found, uint32_t pages) {
+                const std::string_view raw = view(keys);
+                const nb::gil_scoped_release released;
+                table.use(salt, raw, rules, hits, found, pages);
+            },
+            "salt"_a, "keys"_a, "rules"_a, "hits"_a, "found"_a, "pages"_a)
         .def(
             "add",
             [](WhatIf& table, uint64_t salt, const nb::bytes& keys, uint16_t bit, uint32_t pages) {
@@ -60,20 +77,13 @@ void bind_what_if(nb::module_& m) {
             },
             "salt"_a, "keys"_a, "bit"_a, "pages"_a)
         .def(
-            "use_again",
-            [](WhatIf& table, uint64_t salt, const nb::bytes& keys) {
-                const std::string_view raw = view(keys);
-                const nb::gil_scoped_release released;
-                table.use_again(salt, raw);
-            },
-            "salt"_a, "keys"_a)
-        .def(
             "remove",
             [](WhatIf& table, uint64_t salt, const nb::bytes& keys, uint16_t bit, uint32_t pages) {
                 table.remove(salt, view(keys), bit, pages);
             },
             "salt"_a, "keys"_a, "bit"_a, "pages"_a)
         .def("clear", &WhatIf::clear)
+        .def("hit_tokens", &WhatIf::hit_tokens)
         .def("distinct",
              [](const WhatIf& table) {
                  const std::string registers = table.distinct();

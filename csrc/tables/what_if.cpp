@@ -1,9 +1,9 @@
+// Lookups and uses: what is listed, and which sizes have it. What they evict: what_if_evict.cpp.
 #include "tables/what_if.h"
 
 #include <algorithm>
 #include <bit>
 #include <cstring>
-#include <limits>
 #include <stdexcept>
 
 #include "tables/fold.h"
@@ -12,7 +12,8 @@ namespace kvserver {
 
 namespace {
 
-constexpr double kEverything = std::numeric_limits<double>::infinity();
+constexpr uint8_t kAllSizes = (1 << WhatIf::kSizes) - 1;
+constexpr uint8_t kOnlyUnlimited = 1 << WhatIf::kUnlimited;
 constexpr uint16_t kAnyGroup = 0xffff;
 
 uint64_t fold_key(uint64_t seed, const char* key) {
@@ -23,25 +24,26 @@ uint64_t fold_key(uint64_t seed, const char* key) {
     return fold(first ^ second ^ seed, kGolden);
 }
 
-size_t count_of(std::string_view keys) {
-    if (keys.size() % WhatIf::kKeyBytes != 0) {
-        throw std::invalid_argument(std::to_string(keys.size()) + " bytes are no whole keys");
-    }
-    return keys.size() / WhatIf::kKeyBytes;
-}
-
 }  // namespace
 
-WhatIf::WhatIf(uint64_t secret, const std::array<uint64_t, kUnlimited>& sizes)
-    : secret_(secret), sizes_(sizes) {
+WhatIf::WhatIf(uint64_t secret, const std::array<uint64_t, kUnlimited>& sizes, bool protects)
+    : secret_(secret), protects_(protects) {
+    for (size_t size = 0; size < kUnlimited; ++size) sizes_[size].most = sizes[size];
     clear();
 }
 
 void WhatIf::clear() {
-    size_ = now_ = exact_from_ = 0;
+    for (Size& size : sizes_) {
+        const uint64_t most = size.most;
+        size = {};
+        size.most = most;
+    }
+    exact_ = kUnlimited;
     threshold_ = kAll;
+    now_ = begin_ = 1;
+    size_ = 0;
     std::vector<Slot>(kFirstSlots).swap(slots_);
-    times_.resize(kFirstSlots / 2 * 3);
+    std::vector<Entry>(kFirstSlots / 2 * 3).swap(entries_);
 }
 
 double WhatIf::sample_rate() const {
@@ -49,103 +51,164 @@ double WhatIf::sample_rate() const {
 }
 
 size_t WhatIf::memory_bytes() const {
-    return slots_.size() * sizeof(Slot) + times_.memory_bytes() +
-           looked_.capacity() * sizeof(Looked) + hashes_.capacity() * sizeof(uint64_t) +
-           sizeof(*this);
+    size_t marks = 0;
+    for (const Size& size : sizes_) marks += size.marks.size();
+    return slots_.size() * sizeof(Slot) + entries_.size() * sizeof(Entry) +
+           stretches_.capacity() * sizeof(Stretch) + looked_.capacity() * sizeof(Looked) +
+           marks * sizeof(Mark) + sizeof(*this);
+}
+
+// ---- tokens ---------------------------------------------------------------------------------
+
+std::array<double, WhatIf::kSizes> WhatIf::hit_tokens() const {
+    std::array<double, kSizes> tokens;
+    std::ranges::transform(hit_tokens_, tokens.begin(), [](const auto& one) { return one.load(); });
+    return tokens;
+}
+
+void WhatIf::count(const Hits& hits, double tokens_of_a_chunk) {
+    for (size_t size = 0; size < kSizes; ++size) {
+        hit_tokens_[size] = hit_tokens_[size] + hits.chunks[size] * tokens_of_a_chunk;
+    }
+}
+
+void WhatIf::count(const Hits& hits, double tokens_of_a_block, const Hits& behind, size_t found) {
+    for (size_t size = 0; size < kSizes; ++size) {
+        if (behind.boundary[size] != found) continue;
+        hit_tokens_[size] = hit_tokens_[size] + hits.chunks[size] * tokens_of_a_block;
+    }
 }
 
 // ---- keys -----------------------------------------------------------------------------------
 
-const std::vector<uint64_t>& WhatIf::hashes(uint64_t salt, std::string_view keys) {
-    const size_t count = count_of(keys), mask = slots_.size() - 1;
-    const uint64_t seed = fold(salt ^ secret_, kGolden);
-    hashes_.resize(count);
-    for (size_t i = 0; i < count; ++i) {
-        hashes_[i] = fold_key(seed, keys.data() + i * kKeyBytes) >> (64 - kHashBits);
-        __builtin_prefetch(&slots_[hashes_[i] & mask], 1);
-    }
-    return hashes_;
+uint64_t WhatIf::Keys::hash(size_t at) const {
+    return fold_key(seed, raw.data() + at * kKeyBytes) >> (64 - kHashBits);
 }
 
-void WhatIf::count_distinct(uint64_t salt, std::string_view keys) {
-    for (size_t at = 0; at < keys.size(); at += kKeyBytes) {
-        const uint64_t hash = fold_key(salt, keys.data() + at);
-        const uint64_t rest = hash << kRegisterBits | (uint64_t{1} << (kRegisterBits - 1));
-        char& most = registers_[hash >> (64 - kRegisterBits)];
-        most = std::max(most, static_cast<char>(std::countl_zero(rest) + 1));
+WhatIf::Keys WhatIf::keys_of(uint64_t salt, std::string_view raw) const {
+    if (raw.size() % kKeyBytes != 0) {
+        throw std::invalid_argument(std::to_string(raw.size()) + " bytes are no whole keys");
     }
+    return {fold(salt ^ secret_, kGolden), raw, raw.size() / kKeyBytes};
+}
+
+void WhatIf::count_distinct(uint64_t salt, std::string_view key) {
+    const uint64_t hash = fold_key(salt, key.data());
+    const uint64_t rest = hash << kRegisterBits | (uint64_t{1} << (kRegisterBits - 1));
+    char& most = registers_[hash >> (64 - kRegisterBits)];
+    most = std::max(most, static_cast<char>(std::countl_zero(rest) + 1));
 }
 
 // The low bits are the place, the high ones decide what is sampled.
 size_t WhatIf::find(uint64_t hash) const {
     const size_t mask = slots_.size() - 1;
     size_t at = hash & mask;
-    while (slots_[at].pages != 0 && slots_[at].hash != hash) at = (at + 1) & mask;
+    while (slots_[at].used != 0 && slots_[at].hash != hash) at = (at + 1) & mask;
     return at;
+}
+
+// How many of the chunks [at, end) were used together, the first one of them at `time`, and not
+// again since: a state may be stored of one chunk alone.
+size_t WhatIf::stretch(const Keys& keys, size_t at, uint32_t time, size_t end) const {
+    const size_t together = used_together(keys, at, time, std::min<size_t>(end - at, time));
+    size_t length = 1;
+    while (length < together && entries_[time - length] != 0) ++length;
+    return length;
+}
+
+size_t WhatIf::used_together(const Keys& keys, size_t at, uint32_t time, size_t most) const {
+    const auto follows = [&](size_t more) { return time_of(keys, at + more) == time - more; };
+    if (most == 1 || follows(most - 1)) return most;
+    size_t good = 0, bad = most - 1;
+    for (size_t step = 1; good + step < bad; step *= 2) {
+        if (!follows(good + step)) {
+            bad = good + step;
+            break;
+        }
+        good += step;
+    }
+    while (bad - good > 1) {
+        const size_t middle = (good + bad) / 2;
+        (follows(middle) ? good : bad) = middle;
+    }
+    return good + 1;
 }
 
 // ---- lookups --------------------------------------------------------------------------------
 
-WhatIf::Hits WhatIf::lookup(uint64_t salt, std::string_view keys, const HitRules& rules,
-                            size_t found, uint32_t pages) {
-    hashes(salt, keys);
-    if (rules.distinct) count_distinct(salt, keys);
-    look(rules, found);
+WhatIf::Hits WhatIf::lookup(uint64_t salt, std::string_view raw, const HitRules& rules) {
+    const Keys keys = keys_of(salt, raw);
+    const bool each = rules.full == 0 || !rules.others.empty();
     Hits hits;
-    size_t full = rules.full == 0 ? looked_.size() : 0;  // what a size has, a larger one has
-    for (size_t size = 0; size <= kUnlimited; ++size) {
-        const double most = size < kUnlimited ? static_cast<double>(sizes_[size]) : kEverything;
-        while (full < looked_.size() && has(looked_[full], most, rules.full)) ++full;
-        Hit& hit = hits[size];
-        hit.boundary = boundary(most, rules, full);
-        hit.chunks = hit.boundary == 0 ? 0 : looked_[hit.boundary - 1].counted;
-        if (rules.full == 0) hit.chunks = static_cast<double>(hit.boundary);
-    }
-    for (size_t i = looked_.size(); i-- > 0;) {  // the first chunk last
-        const bool resident = i < found && pages != 0;
-        use(looked_[i].hash, resident ? rules.full : 0, resident ? pages : 0);
+    look(salt, keys, rules, hits, each);
+    for (size_t size = 0; each && size < kSizes; ++size) {
+        const size_t at = boundary(size, rules, hits.boundary[size]);
+        hits.boundary[size] = static_cast<uint32_t>(at);
+        hits.chunks[size] = rules.full == 0 ? static_cast<double>(at)
+                            : at == 0       ? 0
+                                            : looked_[at - 1].counted;
     }
     return hits;
 }
 
-void WhatIf::look(const HitRules& rules, size_t found) {
+// For each size the chunks up to the first one that lacks a full group, or that is not there;
+// `each`: what the rules of other groups need to know of the chunks is in looked_.
+void WhatIf::look(uint64_t salt, const Keys& keys, const HitRules& rules, Hits& hits, bool each) {
     looked_.clear();
-    const Slot* before = nullptr;  // the last one listed
-    const uint64_t exact = exact_from_ == 0 ? times_.total() : times_.after(exact_from_ - 1);
-    uint64_t younger = 0;
+    uint8_t going = kAllSizes;
     double counted = 0;
-    for (size_t i = 0; i < hashes_.size(); ++i) {
-        const uint64_t hash = hashes_[i];
-        const Slot& slot = slots_[find(hash)];
-        Looked chunk{hash, 0, counted, kAnyGroup};
-        if (slot.pages != 0) {
-            const bool follows = before != nullptr && before->used == slot.used + 1;
-            younger = follows ? younger + before->pages : times_.after(slot.used);
-            before = &slot;
-            chunk.distance = distance(slot, younger, exact);
-            chunk.counted = counted += slot.used >= exact_from_ ? 1 : 1 / sample_rate();
-            chunk.groups = static_cast<uint16_t>(slot.groups);
-        } else if (i >= found && hash < threshold_) {
-            if (rules.full != 0) return;
-            chunk.groups = 0;  // without full groups a hit may end behind it
+    const auto lack = [&](size_t at, uint8_t sizes) {
+        for (uint8_t end = going & sizes; end != 0; end &= end - 1) {
+            hits.boundary[std::countr_zero(end)] = static_cast<uint32_t>(at);
+            hits.chunks[std::countr_zero(end)] = counted;
         }
-        looked_.push_back(chunk);
+        going &= ~sizes;
+    };
+    const auto count_key = [&](size_t at) {
+        if (rules.distinct) count_distinct(salt, keys.raw.substr(at * kKeyBytes, kKeyBytes));
+    };
+    size_t at = 0;
+    while (at < keys.count) {
+        const uint64_t hash = keys.hash(at);
+        const uint32_t time = slots_[find(hash)].used;
+        if (time == 0) {
+            if (hash < threshold_ && rules.full != 0) break;
+            const uint8_t lacking = hash < threshold_ ? kAllSizes : (1 << exact_) - 1;
+            if (rules.full != 0) lack(at, lacking);
+            if (each) looked_.push_back({static_cast<uint8_t>(~lacking), kAnyGroup, counted});
+            count_key(at++);
+            continue;
+        }
+        const size_t end = at + stretch(keys, at, time, keys.count);
+        Entry state = 0;
+        Place where{0, 0, 0, 0};
+        uint8_t has = 0;
+        for (uint32_t used = time; at < end; ++at, --used) {
+            Entry& entry = entries_[used];
+            if (rules.distinct && (entry & kLooked) == 0) {
+                count_key(at);
+                entry |= kLooked;
+            }
+            if ((entry & kState) != state || used < where.floor) {
+                state = entry & kState;
+                where = place(used, entry);
+                has = where.has | kOnlyUnlimited;
+                if ((state >> kGroupsAt & rules.full) != rules.full) has = 0;
+            }
+            if (rules.full != 0 && (going & ~has) != 0) lack(at, ~has);
+            counted += (state & kWhole) != 0 ? 1 : 1 / sample_rate();
+            if (each) {
+                const uint8_t sizes = where.has | kOnlyUnlimited;
+                looked_.push_back({sizes, static_cast<uint16_t>(state >> kGroupsAt), counted});
+            }
+        }
     }
+    lack(at, kAllSizes);
+    for (; at < keys.count; ++at) count_key(at);
 }
 
-// `younger`: the listed pages used after it; `exact`: those of the chunks that are listed whatever
-// their hashes.
-double WhatIf::distance(const Slot& slot, uint64_t younger, uint64_t exact) const {
-    if (slot.used >= exact_from_) return static_cast<double>(younger + slot.pages);
-    return static_cast<double>(exact) + static_cast<double>(younger - exact) / sample_rate() +
-           slot.pages;
-}
-
-bool WhatIf::has(const Looked& chunk, double size, uint16_t bits) {
-    return chunk.distance <= size && (chunk.groups & bits) == bits;
-}
-
-size_t WhatIf::boundary(double size, const HitRules& rules, size_t full) const {
+// Of the chunks looked up, where the first `full` ones have all that full groups need.
+size_t WhatIf::boundary(size_t size, const HitRules& rules, size_t full) const {
     size_t hit = full;
     for (bool again = true; again;) {  // each boundary above a missing chunk needs it, too
         again = false;
@@ -156,7 +219,9 @@ size_t WhatIf::boundary(double size, const HitRules& rules, size_t full) const {
                         rules.chunk_tokens;
             }
             for (size_t i = hit; i-- > first;) {
-                if (has(looked_[i], size, need.bit)) continue;
+                if ((looked_[i].sizes >> size & 1) != 0 && (looked_[i].groups & need.bit) != 0) {
+                    continue;
+                }
                 hit = i;
                 again = true;
                 break;
@@ -166,134 +231,203 @@ size_t WhatIf::boundary(double size, const HitRules& rules, size_t full) const {
     return hit;
 }
 
+WhatIf::Place WhatIf::place(uint32_t time, Entry entry) const {
+    Place found;
+    const auto since = [&](uint32_t limit) {
+        if (time < limit) {
+            found.ceiling = std::min(found.ceiling, limit);
+            return 0;
+        }
+        found.floor = std::max(found.floor, limit);
+        return 1;
+    };
+    for (size_t i = 0; i < kUnlimited; ++i) {
+        const Size& size = sizes_[i];
+        if ((entry >> (kUsedAt + i) & 1) != 0) {
+            found.has |= since(size.demoted) << i;
+            found.keeps |= since(size.kept) << i;
+            found.knows |= since(size.old_demoted) << i;
+        } else {
+            found.has |= since(size.fresh) << i;
+            found.knows |= since(size.old_fresh) << i;
+        }
+    }
+    return found;
+}
+
+uint8_t WhatIf::counted_in(Entry entry) const {
+    return (entry & kSampledFlag) != 0 ? kOnlyUnlimited - 1 : (1 << exact_) - 1;
+}
+
 // ---- uses -----------------------------------------------------------------------------------
 
-void WhatIf::add(uint64_t salt, std::string_view keys, uint16_t bit, uint32_t pages) {
-    hashes(salt, keys);
-    for (size_t i = hashes_.size(); i-- > 0;) use(hashes_[i], bit, std::max<uint32_t>(1, pages));
-}
-
-void WhatIf::use_again(uint64_t salt, std::string_view keys) {
-    hashes(salt, keys);
-    for (size_t i = hashes_.size(); i-- > 0;) use(hashes_[i], 0, 0);
-}
-
-void WhatIf::remove(uint64_t salt, std::string_view keys, uint16_t bit, uint32_t pages) {
-    for (const uint64_t hash : hashes(salt, keys)) {
-        Slot& slot = slots_[find(hash)];
-        if (slot.pages == 0 || (slot.groups & bit) == 0) continue;
-        slot.groups = slot.groups & ~uint64_t{bit};
-        slot.pages -= std::min(pages, slot.pages - 1);
-        times_.set(slot.used, slot.pages);
+void WhatIf::use(uint64_t salt, std::string_view raw, const HitRules& rules, const Hits& hits,
+                 size_t found, uint32_t pages) {
+    const Keys keys = keys_of(salt, raw);
+    const size_t listed = pages == 0 || rules.full == 0 ? 0 : std::min(found, keys.count);
+    const size_t hit = *std::ranges::max_element(hits.boundary);
+    begin_ = now_;
+    for (size_t end = std::min(keys.count, std::max(found, hit)); end > 0;) {
+        const size_t first = (end - 1) / kBlock * kBlock;
+        use_block(keys, first, end, hits, listed, listed != 0 ? rules.full : 0, pages);
+        end = first;
     }
 }
 
-// A chunk becomes the youngest. `bits` that it lacks make it larger by `pages`; without bits only a
-// listed chunk is used.
-void WhatIf::use(uint64_t hash, uint16_t bits, uint32_t pages) {
-    if (now_ == times_.times()) renumber();
-    size_t at = find(hash);
-    if (slots_[at].pages == 0) {
-        if (bits == 0) return;
-        if (size_ + 1 > slots_.size() / 4 * 3) {
-            make_room();
-            at = find(hash);
+void WhatIf::add(uint64_t salt, std::string_view raw, uint16_t bit, uint32_t pages) {
+    const Keys keys = keys_of(salt, raw);
+    begin_ = now_;
+    for (size_t end = keys.count; end > 0;) {
+        const size_t first = (end - 1) / kBlock * kBlock;
+        use_block(keys, first, end, {}, keys.count, bit, std::max<uint32_t>(1, pages));
+        end = first;
+    }
+}
+
+void WhatIf::remove(uint64_t salt, std::string_view raw, uint16_t bit, uint32_t pages) {
+    const Keys keys = keys_of(salt, raw);
+    for (size_t at = 0; at < keys.count; ++at) {
+        const uint32_t time = time_of(keys, at);
+        Entry& entry = entries_[time];
+        if (time == 0 || (entry & Entry{bit} << kGroupsAt) == 0) continue;
+        const uint64_t fewer = std::min<uint64_t>(pages, (entry & kPages) - 1);
+        const uint8_t of = place(time, entry).has & counted_in(entry);
+        for (size_t size = 0; size < kUnlimited; ++size) {
+            if ((of >> size & 1) != 0) sizes_[size].pages -= fewer;
         }
-        ++size_;
-        slots_[at] = {hash, 0, 0, 0};
-    } else {
-        times_.set(slots_[at].used, 0);
-    }
-    Slot& slot = slots_[at];
-    if ((slot.groups & bits) != bits && pages != 0) {
-        slot.groups = slot.groups | bits;
-        slot.pages += pages;
-    }
-    slot.used = now_++;
-    times_.set(slot.used, slot.pages);
-}
-
-void WhatIf::make_room() {
-    if (slots_.size() < kMostSlots) {
-        grow();
-    } else {
-        thin_out();
+        entry = (entry - fewer) & ~(Entry{bit} << kGroupsAt);
     }
 }
 
-void WhatIf::grow() {
-    times_.release();
-    std::vector<Slot> old(slots_.size() * 2);
-    old.swap(slots_);
-    for (const Slot& slot : old) {
-        if (slot.pages != 0) slots_[find(slot.hash)] = slot;
+// Use the chunks [first, end) of a prompt, the first one last. Those before `listed` have the
+// groups `bits`, which need `pages`; of the others, and without bits, only what is listed is used.
+void WhatIf::use_block(const Keys& keys, size_t first, size_t end, const Hits& hits, size_t listed,
+                       uint16_t bits, uint32_t pages) {
+    reserve(end - first);
+    stretches_.clear();
+    for (size_t at = first; at < end;) {
+        const uint32_t time = time_of(keys, at);
+        const size_t length = time == 0 ? 1 : stretch(keys, at, time, end);
+        stretches_.push_back({static_cast<uint32_t>(at), static_cast<uint32_t>(length), time});
+        for (size_t i = 0; time != 0 && bits != 0 && i < length && at + i < listed; ++i) {
+            add_pages(time - static_cast<uint32_t>(i), bits, pages);
+        }
+        at += length;
     }
-    std::vector<Slot>().swap(old);
-    renumber();
+    if (protects_) returning(hits);
+    for (size_t i = stretches_.size(); i-- > 0;) {
+        const Stretch& stretch = stretches_[i];
+        if (stretch.time != 0) {
+            move(stretch, hits);
+        } else if (stretch.first < listed && bits != 0) {
+            list(keys.hash(stretch.first), bits, pages);
+        }
+    }
+    shrink();
 }
 
-// The times keep their order and become 0, 1, 2 ...
-void WhatIf::renumber() {
-    times_.release();
-    std::vector<uint64_t> taken(now_ / 64 + 1), before(now_ / 64 + 2);
-    for (const Slot& slot : slots_) {
-        if (slot.pages != 0) taken[slot.used / 64] |= uint64_t{1} << (slot.used % 64);
+void WhatIf::add_pages(uint32_t time, uint16_t bits, uint32_t pages) {
+    Entry& entry = entries_[time];
+    const Entry groups = Entry{bits} << kGroupsAt;
+    if (entry == 0 || (entry & groups) == groups) return;
+    const uint64_t more = std::min<uint64_t>(pages, kPages - (entry & kPages));
+    const uint8_t of = place(time, entry).has & counted_in(entry);
+    for (size_t size = 0; size < kUnlimited; ++size) {
+        if ((of >> size & 1) != 0) sizes_[size].pages += more;
     }
-    for (size_t i = 0; i < taken.size(); ++i) before[i + 1] = before[i] + std::popcount(taken[i]);
-    const auto rank = [&](uint32_t used) {
-        const uint64_t below = taken[used / 64] & ((uint64_t{1} << (used % 64)) - 1);
-        return static_cast<uint32_t>(before[used / 64] + std::popcount(below));
+    entry = (entry + more) | groups;
+}
+
+// A prompt that is stored again soon after its eviction returns as one that is used: each size's
+// chunks behind its hit, up to the first one that is new to it.
+void WhatIf::returning(const Hits& hits) {
+    const Stretch& last = stretches_.back();
+    returning_.fill(last.first + last.length);
+    uint8_t going = kOnlyUnlimited - 1;
+    for (const Stretch& stretch : stretches_) {
+        Entry state = 0;
+        Place where;
+        for (uint32_t i = 0; i < stretch.length && going != 0; ++i) {
+            const uint32_t used = stretch.time - (stretch.time == 0 ? 0 : i);
+            const Entry entry = entries_[used];
+            if (i == 0 || (entry & kState) != state || used < where.floor) {
+                state = entry & kState;
+                where = stretch.time == 0 ? Place{} : place(used, entry);
+            }
+            for (uint8_t fresh = going & ~(where.has | where.knows); fresh != 0;
+                 fresh &= fresh - 1) {
+                const auto size = std::countr_zero(fresh);
+                if (stretch.first + i < hits.boundary[size]) continue;
+                returning_[size] = stretch.first + i;
+                going &= ~(1 << size);
+            }
+        }
+    }
+}
+
+// Its chunks become the youngest, the first one last. Those with an equal state in the same place
+// are counted together.
+void WhatIf::move(const Stretch& stretch, const Hits& hits) {
+    Entry state = 0, used = 0;
+    Place where;
+    uint32_t floor = 0;
+    uint64_t run = 0;
+    const auto before = [&](uint32_t at, const auto& bounds) {
+        uint8_t sizes = 0;
+        for (size_t size = 0; size < kUnlimited; ++size) {
+            if (at < bounds[size]) sizes |= 1 << size;
+            if (at >= bounds[size]) floor = std::max(floor, bounds[size]);
+        }
+        return sizes;
     };
-    times_.resize(slots_.size() / 2 * 3);
-    for (Slot& slot : slots_) {
-        if (slot.pages == 0) continue;
-        slot.used = rank(slot.used);
-        times_.set(slot.used, slot.pages);
+    for (uint32_t i = stretch.length; i-- > 0;) {
+        const uint32_t time = stretch.time - i, at = stretch.first + i;
+        const Entry entry = entries_[time];
+        if (run == 0 || (entry & kState) != state || time >= where.ceiling || at < floor) {
+            count_run(state, where, used, run);
+            run = 0;
+            state = entry & kState;
+            where = place(time, entry);
+            if (protects_) {
+                floor = 0;
+                const uint8_t back = before(at, returning_) & ~where.has;
+                used = Entry{uint8_t(where.keeps | before(at, hits.boundary) | back)} << kUsedAt &
+                       kUsed;
+            }
+        }
+        ++run;
+        entries_[time] = 0;
+        entries_[now_] = (entry & ~kUsed) | used | kWhole;
+        slots_[entry >> kSlotAt].used = now_++;
     }
-    exact_from_ = rank(exact_from_);
-    now_ = static_cast<uint32_t>(before.back());
+    count_run(state, where, used, run);
 }
 
-// Keep the youngest, and of the others those below a threshold that leaves space for others.
-void WhatIf::thin_out() {
-    renumber();
-    times_.release();
-    exact_from_ = now_ > kExact ? now_ - kExact : 0;
-    std::vector<uint64_t> older;
-    older.reserve(now_ - kExact);
-    for (const Slot& slot : slots_) {
-        if (slot.pages != 0 && slot.used < exact_from_ && slot.hash < threshold_) {
-            older.push_back(slot.hash);
+// Chunks of an equal state were moved or listed from where they were, and have the bits `used` now.
+void WhatIf::count_run(Entry state, const Place& where, Entry used, uint64_t chunks) {
+    const auto bits = static_cast<uint8_t>(used >> kUsedAt);
+    const uint8_t of = chunks == 0 ? 0 : counted_in(state) & (~where.has | (bits & ~where.keeps));
+    for (uint8_t left = of; left != 0; left &= left - 1) {
+        const auto i = std::countr_zero(left);
+        Size& size = sizes_[i];
+        if ((where.has >> i & 1) == 0) {
+            size.chunks += chunks;
+            size.pages += chunks * (state & kPages);
         }
+        if ((bits & ~where.keeps) >> i & 1) size.protected_chunks += chunks;
     }
-    if (older.size() > kSampled) {
-        const auto last = older.begin() + kSampled;
-        std::nth_element(older.begin(), last, older.end());
-        threshold_ = *last;
-    }
-    std::vector<uint64_t>().swap(older);
-    for (size_t at = 0; at < slots_.size(); ++at) {
-        while (slots_[at].pages != 0 && slots_[at].used < exact_from_ &&
-               slots_[at].hash >= threshold_) {
-            erase(at);
-        }
-    }
-    renumber();
 }
 
-// Those behind it move up as far as their homes allow, so that every search still ends at an empty
-// slot only where its hash is not there.
-void WhatIf::erase(size_t at) {
-    const size_t mask = slots_.size() - 1;
-    --size_;
-    for (size_t next = (at + 1) & mask; slots_[next].pages != 0; next = (next + 1) & mask) {
-        const size_t from_home = (next - (slots_[next].hash & mask)) & mask;
-        if (from_home >= ((next - at) & mask)) {
-            slots_[at] = slots_[next];
-            at = next;
-        }
-    }
-    slots_[at].pages = 0;
+void WhatIf::list(uint64_t hash, uint16_t bits, uint32_t pages) {
+    const size_t at = find(hash);
+    if (slots_[at].used != 0) return;  // twice in a prompt
+    const Entry sampled = hash < threshold_ ? kSampledFlag : 0;
+    const Entry state =
+        std::min<uint64_t>(pages, kPages) | sampled | kWhole | Entry{bits} << kGroupsAt;
+    entries_[now_] = state | Entry{at} << kSlotAt;
+    slots_[at] = {hash, now_++};
+    ++size_;
+    count_run(state, {}, 0, 1);
 }
 
 }  // namespace kvserver

@@ -1,30 +1,40 @@
-// what_if.h: the chunks that caches of several sizes would have, all at once, as LRU orders them.
+// what_if.h: the chunks that caches of several sizes would have, all at once, as LRU or a protected
+// segment (SLRU) orders them.
 //
-// A cache of S pages has a chunk if the chunks used after it, and it itself, need at most S pages
-// (Mattson et al., 1970). So one list of chunks in the order of last use answers for every size:
-// `times_` has the pages of the chunk last used at each time. The chunks of a prompt were mostly
-// used one after the other, so the distance of one follows from that of the one before it.
+// Chunks are listed in the order of last use: `entries_` has the chunk last used at each time. A
+// size is a few times of that order. LRU: it has what was used since `fresh`. SLRU: a chunk has a
+// bit for each size where a use found it. Those with the bit are protected since `kept`, on
+// probation since `demoted`; those without it are on probation since `fresh`: all three parts of an
+// SLRU cache are in the order of last use, so nothing but these times moves when it evicts. Of
+// demoted chunks it is known within a few hundredths of the cache when they were (`marks`).
 //
-// All chunks are listed while they are at most 393,216. Of more, the 131,072 used last are listed,
-// and of the older ones those whose hash is below a threshold, which falls so that they are at most
-// 196,608 after each thinning out: each represents 1 / sample_rate() of its kind. A chunk that is
-// used again is listed whatever its hash. Hot prompts are therefore exact; to sample them errs by
-// tens of percent.
+// The chunks of a prompt were mostly used one after the other. A key stands for all before it, so
+// if the last chunk is where it would be had the first and it been used together, those between
+// are, too, and their keys are not read.
+//
+// All chunks are listed while they are at most 393,216. Of more, those that the exact sizes have or
+// remember as evicted, and the 65,536 used last; of others those whose hash is below a threshold,
+// which falls so that they are at most 131,072 after each thinning out: each represents 1 /
+// sample_rate() of its kind. A size is exact while its chunks and the smaller ones' are at most
+// 163,840; the larger ones are caches of the sampled chunks, and smaller by the rate. A chunk that
+// is used again is listed whatever its hash. Hot prompts are therefore exact; to sample them errs
+// by tens of percent.
 //
 // Keys are chosen by clients: places and what is sampled depend on a secret. `distinct()` does not,
 // so that the sketches of several daemons can be merged.
 //
-// One thread uses it. Memory: at most 12 MiB, in proportion to the chunks listed before that.
+// One thread uses it; any may read hit_tokens(). Memory: at most 12 MiB, in proportion to the
+// chunks listed before that.
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <string>
 #include <string_view>
 #include <vector>
-
-#include "tables/time_sums.h"
 
 namespace kvserver {
 
@@ -49,34 +59,41 @@ class WhatIf {
   public:
     static constexpr size_t kKeyBytes = 32;
     static constexpr size_t kUnlimited = 6;  // the last size
-    // Of one size: where a hit would have ended, and the chunks up to there as counted: where older
-    // chunks are sampled each of those counts for several, or for none.
-    struct Hit {
-        size_t boundary = 0;
-        double chunks = 0;
+    static constexpr size_t kSizes = kUnlimited + 1;
+    // Of each size: where a hit would have ended, and the chunks up to there as counted: where
+    // older chunks are sampled each of those counts for several, or for none.
+    struct Hits {
+        std::array<uint32_t, kSizes> boundary{};
+        std::array<double, kSizes> chunks{};
     };
-    using Hits = std::array<Hit, kUnlimited + 1>;
 
-    // `sizes`: in pages, ascending.
-    WhatIf(uint64_t secret, const std::array<uint64_t, kUnlimited>& sizes);
+    // `sizes`: in pages, ascending. `protects`: they evict by SLRU.
+    WhatIf(uint64_t secret, const std::array<uint64_t, kUnlimited>& sizes, bool protects = false);
 
-    // What each size would have found, then use what was found: the first chunk is the
-    // youngest. `salt` is the namespace's. The daemon has found the first `found` chunks: one that
-    // is not listed is added, with `pages` and the groups of the rules. Throws
-    // std::invalid_argument unless `keys` is whole keys.
-    Hits lookup(uint64_t salt, std::string_view keys, const HitRules& rules, size_t found,
-                uint32_t pages);
+    // What each size would have found. `salt` is the namespace's. Throws std::invalid_argument
+    // unless `keys` is whole keys.
+    Hits lookup(uint64_t salt, std::string_view keys, const HitRules& rules);
 
-    // Objects of one group became READY, `pages` each: their chunks were used, the first one last.
+    // The lookup's request ended: what a size or the daemon had found is used, the first chunk last
+    // and a hit of the sizes that found it. The daemon had found the first `found` chunks: one that
+    // is not listed is added, with `pages` and the groups of the rules.
+    void use(uint64_t salt, std::string_view keys, const HitRules& rules, const Hits& hits,
+             size_t found, uint32_t pages);
+
+    // Objects of one group became READY, `pages` each: their chunks were stored, the first one
+    // last.
     void add(uint64_t salt, std::string_view keys, uint16_t bit, uint32_t pages);
-
-    // A request ended: what is listed of its chunks is used again, as L1 does when a lease ends.
-    void use_again(uint64_t salt, std::string_view keys);
 
     // Objects of one group were dropped, and their chunks were not.
     void remove(uint64_t salt, std::string_view keys, uint16_t bit, uint32_t pages);
 
     void clear();
+
+    // Of each size, the sum of what count() was given.
+    std::array<double, kSizes> hit_tokens() const;
+    void count(const Hits& hits, double tokens_of_a_chunk);
+    // Only for the sizes whose hit ended where the daemon's did: `behind` has them.
+    void count(const Hits& hits, double tokens_of_a_block, const Hits& behind, size_t found);
 
     // HyperLogLog (Flajolet et al., 2007) of all chunks looked up: one byte a register.
     std::string distinct() const { return {registers_.begin(), registers_.end()}; }
@@ -86,52 +103,110 @@ class WhatIf {
     size_t memory_bytes() const;
 
   private:
-    static constexpr size_t kFirstSlots = 1 << 10, kMostSlots = 1 << 19;
-    static constexpr size_t kExact = 1 << 17, kSampled = 3 << 16;
-    static constexpr uint64_t kHashBits = 48, kAll = uint64_t{1} << kHashBits;
-    static constexpr size_t kRegisterBits = 12;
+    static constexpr size_t kFirstSlots = 1 << 10, kMostSlots = 1 << 19, kBlock = 512;
+    static constexpr size_t kExact = 5 << 15, kRecent = 1 << 16, kSampled = 1 << 17;
+    static constexpr uint64_t kHashBits = 44, kAll = uint64_t{1} << kHashBits;
+    static constexpr size_t kRegisterBits = 12, kLeastRemembered = 32768;
+    static constexpr double kProtectedShare = 0.4;
 
-    // An empty slot has no pages: a chunk has at least one.
+    // An empty slot has time 0.
     struct Slot {
-        uint64_t hash : 48;
-        uint64_t groups : 16;
-        uint32_t used;  // the time of its last use: no two chunks have the same
-        uint32_t pages;
+        uint64_t hash : kHashBits;
+        uint64_t used : 64 - kHashBits;  // the time of its last use: no two chunks have the same
     };
-    // Of a chunk of a lookup, before anything of the lookup is used.
+    // A chunk at its time: pages (none: no chunk), a bit for each size where a use found it, flags,
+    // groups, and the place of its slot.
+    using Entry = uint64_t;
+    static constexpr unsigned kUsedAt = 20, kGroupsAt = 29, kSlotAt = 45;
+    static constexpr Entry kPages = (1 << kUsedAt) - 1, kUsed = Entry{0x3f} << kUsedAt;
+    static constexpr Entry kSampledFlag = 1 << 26;  // its hash is below the threshold
+    static constexpr Entry kWhole = 1 << 27;        // represents itself only
+    static constexpr Entry kLooked = 1 << 28;       // is in distinct()
+    static constexpr Entry kState = (Entry{1} << kSlotAt) - 1;
+
+    // Chunks with the bit whose times are `from` or later were demoted at `now` or later.
+    struct Mark {
+        uint32_t from, now;
+    };
+    struct Size {
+        uint64_t most = 0, pages = 0, chunks = 0, protected_chunks = 0;
+        uint32_t fresh = 0, demoted = 0, kept = 0;
+        // Evicted since then, and remembered: by two generations, the young one has room left.
+        uint32_t old_fresh = 0, old_demoted = 0, young_fresh = 0, young_demoted = 0;
+        uint64_t room = kLeastRemembered;
+        std::deque<Mark> marks;
+    };
+    // Which sizes have, protect or remember a chunk: the same ones of an equal state at all times
+    // from `floor` to before `ceiling`.
+    struct Place {
+        uint8_t has = 0, keeps = 0, knows = 0;
+        uint32_t floor = 0, ceiling = UINT32_MAX;
+    };
+    // Chunks of a prompt that were used one after the other, or one that is not listed.
+    struct Stretch {
+        uint32_t first, length, time;
+    };
+    // Of a chunk of a lookup: the sizes that have it.
     struct Looked {
-        uint64_t hash;
-        double distance;  // pages that a cache needs to have it
-        double counted;   // chunks that those up to it represent; it adds 0 if it is not listed
+        uint8_t sizes;
         uint16_t groups;
+        double counted;  // chunks that those up to it represent; it adds 0 if it is not listed
+    };
+    // Keys of one namespace.
+    struct Keys {
+        uint64_t seed;
+        std::string_view raw;
+        size_t count;
+        uint64_t hash(size_t at) const;
     };
 
-    // Their slots are prefetched.
-    const std::vector<uint64_t>& hashes(uint64_t salt, std::string_view keys);
-    void count_distinct(uint64_t salt, std::string_view keys);
-    size_t find(uint64_t hash) const;                // its slot, or the empty one where it would be
-    void look(const HitRules& rules, size_t found);  // for those of hashes_
-    // Of the chunks looked up, where the first `full` ones have all that full groups need.
-    size_t boundary(double size, const HitRules& rules, size_t full) const;
-    static bool has(const Looked& chunk, double size, uint16_t bits);
-    double distance(const Slot& slot, uint64_t younger, uint64_t exact) const;
-    void use(uint64_t hash, uint16_t bits, uint32_t pages);
-    void make_room();
+    Keys keys_of(uint64_t salt, std::string_view raw) const;
+    void count_distinct(uint64_t salt, std::string_view key);
+    size_t find(uint64_t hash) const;  // its slot, or the empty one where it would be
+    uint32_t time_of(const Keys& keys, size_t at) const { return slots_[find(keys.hash(at))].used; }
+    size_t stretch(const Keys& keys, size_t at, uint32_t time, size_t end) const;
+    size_t used_together(const Keys& keys, size_t at, uint32_t time, size_t most) const;
+    void look(uint64_t salt, const Keys& keys, const HitRules& rules, Hits& hits, bool each);
+    size_t boundary(size_t size, const HitRules& rules, size_t full) const;
+    Place place(uint32_t time, Entry entry) const;
+    uint8_t counted_in(Entry entry) const;
+
+    void use_block(const Keys& keys, size_t first, size_t end, const Hits& hits, size_t listed,
+                   uint16_t bits, uint32_t pages);
+    void move(const Stretch& stretch, const Hits& hits);
+    void count_run(Entry state, const Place& where, Entry used, uint64_t chunks);
+    void list(uint64_t hash, uint16_t bits, uint32_t pages);
+    void add_pages(uint32_t time, uint16_t bits, uint32_t pages);
+    void returning(const Hits& hits);
+    void shrink();
+    void evict_oldest(size_t size, uint64_t most);
+    bool evict(size_t size);
+    uint32_t next(size_t size, uint32_t from, uint32_t end, bool used) const;
+    bool demote(size_t size, uint32_t end);
+    uint32_t demoted_at(size_t size, uint32_t time);
+    void forget(size_t size);
+
+    void reserve(size_t chunks);
     void grow();
     void thin_out();
+    void count_again();
     void renumber();
-    void erase(size_t at);
+    void rebuild(size_t slots);
 
     const uint64_t secret_;
-    const std::array<uint64_t, kUnlimited> sizes_;
+    const bool protects_;
+    std::array<Size, kUnlimited> sizes_;
+    size_t exact_ =
+        kUnlimited;  // the first so many sizes count every chunk, the others those sampled
     uint64_t threshold_ = kAll;
-    uint32_t exact_from_ = 0;  // chunks used since then are listed whatever their hashes
-    uint32_t now_ = 0;
+    uint32_t now_ = 1, begin_ = 1;  // `begin_`: of this call
     size_t size_ = 0;
     std::vector<Slot> slots_;
-    TimeSums times_;                // 3 for 2 slots
-    std::vector<uint64_t> hashes_;  // of the last call
-    std::vector<Looked> looked_;    // those of a lookup that any size may have
+    std::vector<Entry> entries_;                    // 3 for 2 slots
+    std::vector<Stretch> stretches_;                // of a block
+    std::array<uint32_t, kUnlimited> returning_{};  // chunks before it return soon after eviction
+    std::vector<Looked> looked_;
+    std::array<std::atomic<double>, kSizes> hit_tokens_{};
     std::array<char, 1 << kRegisterBits> registers_{};
 };
 

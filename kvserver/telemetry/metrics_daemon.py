@@ -36,7 +36,7 @@ _DAEMON: tuple[Metric[DaemonStatus], ...] = (
     Metric("kvserver_l1_pinned_bytes", "Memory of L1 that is pinned for GPUs.", Kind.GAUGE, lambda of: of.l1.pinned_bytes),
     Metric("kvserver_l1_chunks", "Chunks in L1, also chunks that stores are filling.", Kind.GAUGE, lambda of: of.l1.chunks),
     Metric("kvserver_l1_tail_blocks", "Single blocks in L1 that follow the last full chunk of a prompt or of a request.", Kind.GAUGE, lambda of: of.l1.tail_blocks),
-    Metric("kvserver_l1_would_hit_tokens", "Tokens that lookups would have found in an L1 of another size that evicts by LRU, an estimate. The label size is a multiple of L1, or unlimited; size=\"1\" is L1 itself.", Kind.COUNTER, lambda of: {one.size: one.would_hit_tokens for one in of.what_if.sizes}, ("size",)),
+    Metric("kvserver_l1_would_hit_tokens", "Tokens that lookups would have found in an L1 of another size, an estimate. The label size is a multiple of L1, or unlimited; size=\"1\" is L1 itself.", Kind.COUNTER, lambda of: {one.size: one.would_hit_tokens for one in of.what_if.sizes}, ("size",)),
     Metric("kvserver_l1_evicted_chunks", "Chunks evicted from L1, each once for all ranks.", Kind.COUNTER, lambda of: of.l1.evictions),
     Metric("kvserver_l1_evicted_bytes", "Memory of L1 that evicted chunks had occupied.", Kind.COUNTER, lambda of: of.l1.evicted_bytes),
     Metric("kvserver_l1_cleared_chunks", "Chunks that requests to clear the cache removed from L1.", Kind.COUNTER, lambda of: of.l1.cleared_chunks),

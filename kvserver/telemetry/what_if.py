@@ -1,9 +1,10 @@
 """What more memory would give: the tokens that lookups would have found in an L1 of other sizes.
 
-Owns: what is known of namespaces and of instances' groups, and the counts by size. Refuses to know: the order of chunks
-(`csrc/tables/what_if.h`), what L1 has. Runs in the bus's thread; `status()` may be called from any.
+Owns: what is known of namespaces and of instances' groups, and the lookups whose request has not ended. Refuses to know: the order of
+chunks (`csrc/tables/what_if.h`), what L1 has. Runs in the bus's thread; `status()` may be called from any.
 
-**It models LRU**, whatever L1's policy. Exact, but for these: L1 does not evict chunks that requests lease; single blocks of tails are as old as their store, in L1
+**It models L1's policy**, lru or slru; of another one, LRU. LRU is exact, but for these; slru's order of what it demoted is known within a few
+hundredths of the cache. L1 does not evict chunks that requests lease; single blocks of tails are as old as their store, in L1
 as the chunk before them, and count where a size's hit ends at L1's own; chunks of a namespace that was cleared still count as used after older
 ones until they are older themselves; a store's chunks that were resident already are not used again; what
 was dropped as a bus's event is not known (`kvserver_events_dropped_total`). Of hybrid models a chunk's objects age together, as in L1; where older chunks are
@@ -18,8 +19,9 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
+from typing import NamedTuple
 
-from kvserver._native import HitRules, WhatIf
+from kvserver._native import HitRules, WhatIf, WhatIfHits
 from kvserver.events import (
     ChunksEvicted,
     ChunksStored,
@@ -42,23 +44,36 @@ _MOST_OPEN_BYTES = 1 << 19
 _MOST_CHUNKS = 1 << 32
 _ONE_GROUP = HitRules(1, 1, [])
 _TAIL = HitRules(1, 1, [], distinct=False)
+_LRU = "lru"
+_PROTECTS = {_LRU: False, "slru": True}  # the policies that the table knows
+
+
+class _Open(NamedTuple):
+    """A lookup whose request has not ended: L1 uses what was found when its lease ends."""
+
+    salt: int
+    keys: bytes
+    rules: HitRules
+    hits: WhatIfHits
+    found: int
+    pages: int
 
 
 class WhatIfCurve(Subscriber):
     name = "what_if"
 
-    def __init__(self, l1_pages: int, page_bytes: int) -> None:
+    def __init__(self, l1_pages: int, page_bytes: int, policy: str = _LRU) -> None:
         self._page_bytes = page_bytes
         self._pages = [int(size * l1_pages) for size in SIZES]
-        self._table = WhatIf(secrets.randbits(64), self._pages)
+        self._policy = policy if policy in _PROTECTS else _LRU
+        self._table = WhatIf(secrets.randbits(64), self._pages, _PROTECTS[self._policy])
         self._rules: dict[str, HitRules] = {}  # by instance; of others one full group
         # By namespace, and -1 - group of single blocks: pages of an object, all ranks together.
         self._objects: OrderedDict[bytes, dict[int, int]] = OrderedDict()
-        self._open: OrderedDict[tuple[str, str], tuple[int, bytes]] = OrderedDict()  # salt and keys of requests
+        self._open: OrderedDict[tuple[str, str], _Open] = OrderedDict()  # by instance and request
         self._open_bytes = 0
         self._clears: dict[bytes, int] = {}  # of the namespaces that begin so
         self._salts: dict[tuple[bytes, bool], int] = {}  # made already, since the last clear
-        self._hit_tokens = [0.0] * (len(SIZES) + 1)
         self._looked_up_tokens = self._looked_up_chunks = 0
         self._shown = WhatIfStatus()
 
@@ -69,7 +84,7 @@ class WhatIfCurve(Subscriber):
             case ChunksStored():
                 self._stored(event)
             case RequestEnded():
-                self._request_ended(event.instance_id, event.request_id)
+                self._request_ended((event.instance_id, event.request_id))
             case ChunksEvicted() if event.group is not None and event.group.number >= 0:
                 number = event.group.number
                 pages = self._objects.get(event.namespace, {}).get(number, 0)
@@ -81,6 +96,8 @@ class WhatIfCurve(Subscriber):
                 self._rules[event.instance_id] = rules_of(spec.object_groups, spec.chunk_tokens)
             case InstanceDisconnected():
                 self._rules.pop(event.instance_id, None)
+                for owner in [owner for owner in self._open if owner[0] == event.instance_id]:
+                    self._request_ended(owner)
 
     def tick(self) -> None:
         """Once a second, in the bus's thread: what status() reads of the table. No other thread touches the table."""
@@ -93,13 +110,15 @@ class WhatIfCurve(Subscriber):
         )
 
     def status(self) -> WhatIfStatus:
+        hit_tokens = self._table.hit_tokens()
         sizes = [
             WhatIfSize(size=f"{size:g}", size_bytes=pages * self._page_bytes, would_hit_tokens=round(tokens))
-            for size, pages, tokens in zip(SIZES, self._pages, self._hit_tokens, strict=False)
+            for size, pages, tokens in zip(SIZES, self._pages, hit_tokens, strict=False)
         ]
-        sizes.append(WhatIfSize(size="unlimited", would_hit_tokens=round(self._hit_tokens[-1])))
+        sizes.append(WhatIfSize(size="unlimited", would_hit_tokens=round(hit_tokens[-1])))
         shown = self._shown
         return WhatIfStatus(
+            policy=self._policy,
             looked_up_tokens=self._looked_up_tokens,
             sizes=sizes,
             looked_up_chunks=shown.looked_up_chunks,
@@ -112,47 +131,34 @@ class WhatIfCurve(Subscriber):
     # ---- inside -------------------------------------------------------------------------------
 
     def _looked_up(self, event: LookupEnded) -> None:
-        outcome = event.outcome
-        tokens = [0.0] * len(self._hit_tokens)
-        if event.namespace:
-            namespace, objects = event.namespace, self._objects.get(event.namespace, {})
-            tails = self._tail_blocks(event, objects)
-            rules = self._rules.get(event.instance_id, _ONE_GROUP)
-            pages = sum(pages for number, pages in objects.items() if number >= 0)
-            salt = self._salt(namespace, False)
-            self._opened(event, salt)
-            hits = self._table.lookup(salt, event.keys, rules, outcome.hit_chunks, pages)
-            for size, (boundary, chunks) in enumerate(hits):
-                tokens[size] = chunks * event.chunk_tokens
-                if boundary == outcome.hit_chunks:  # the blocks are of the chunk behind it
-                    tokens[size] += tails[size] * event.block_tokens
-        self._hit_tokens = [before + more for before, more in zip(self._hit_tokens, tokens, strict=True)]
+        outcome, namespace = event.outcome, event.namespace
+        if namespace:
+            objects = self._objects.get(namespace, {})
+            pages = sum([pages for number, pages in objects.items() if number >= 0])
+            rules, salt = self._rules.get(event.instance_id, _ONE_GROUP), self._salt(namespace, False)
+            owner = event.instance_id, event.request_id
+            if owner in self._open:
+                self._request_ended(owner)
+            hits = self._table.lookup(salt, event.keys, rules, event.chunk_tokens)
+            self._open[owner] = _Open(salt, event.keys, rules, hits, outcome.hit_chunks, pages)
+            self._open_bytes += len(event.keys)
+            if event.tail_keys:
+                self._tail_looked_up(event, hits, sum(pages for number, pages in objects.items() if number < 0))
+            while self._open_bytes > _MOST_OPEN_BYTES or len(self._open) > _MOST_OPEN:
+                self._request_ended(next(iter(self._open)))
         self._looked_up_tokens += event.tokens
         self._looked_up_chunks += outcome.chunks
 
-    def _opened(self, event: LookupEnded, salt: int) -> None:
-        """Keep the keys until the request ends, unless there are too many."""
-        self._request_ended(event.instance_id, event.request_id)
-        self._open[event.instance_id, event.request_id] = salt, event.keys
-        self._open_bytes += len(event.keys)
-        while self._open_bytes > _MOST_OPEN_BYTES or len(self._open) > _MOST_OPEN:
-            _, (_, keys) = self._open.popitem(last=False)
-            self._open_bytes -= len(keys)
+    def _tail_looked_up(self, event: LookupEnded, behind: WhatIfHits, pages: int) -> None:
+        salt, keys, outcome = self._salt(event.namespace, True), event.tail_keys, event.outcome
+        hits = self._table.lookup_tail(salt, keys, _TAIL, event.block_tokens, behind, outcome.hit_chunks)
+        self._table.use(salt, keys, _TAIL, hits, outcome.tail_blocks, pages)
 
-    def _request_ended(self, instance_id: str, request_id: str) -> None:
-        salt, keys = self._open.pop((instance_id, request_id), (0, b""))
-        self._open_bytes -= len(keys)
-        if keys:
-            self._table.use_again(salt, keys)
-
-    def _tail_blocks(self, event: LookupEnded, objects: dict[int, int]) -> list[float]:
-        if not event.tail_keys:
-            return [0.0] * len(self._hit_tokens)
-        pages = sum(pages for number, pages in objects.items() if number < 0)
-        salt = self._salt(event.namespace, True)
-        return [
-            blocks for _, blocks in self._table.lookup(salt, event.tail_keys, _TAIL, event.outcome.tail_blocks, pages)
-        ]
+    def _request_ended(self, owner: tuple[str, str]) -> None:
+        lookup = self._open.pop(owner, None)
+        if lookup is not None:
+            self._open_bytes -= len(lookup.keys)
+            self._table.use(*lookup)
 
     def _stored(self, event: ChunksStored) -> None:
         if not event.pages:

@@ -34,7 +34,7 @@ def flags(daemon_folder: object) -> dict[str, str]:
 @pytest.fixture
 def daemon(make_daemon, tmp_path_factory):
     folder = tmp_path_factory.mktemp("kv")
-    return make_daemon(l1_size="1MiB", **flags(folder))
+    return make_daemon(l1_size="1MiB", eviction_policy="lru", **flags(folder))
 
 
 @pytest.fixture

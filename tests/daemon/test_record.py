@@ -47,7 +47,7 @@ def replay(path: Path, *arguments: str) -> list[dict[str, float]]:
 @pytest.mark.parametrize("restarts", [False, True])
 def test_a_recording_replays_to_the_true_hit_rate(make_daemon, make_worker, tmp_path, restarts):
     path = tmp_path / "trace.jsonl"
-    daemon: Daemon = make_daemon(l1_size=L1_BYTES, record=path)
+    daemon: Daemon = make_daemon(l1_size=L1_BYTES, record=path, eviction_policy="lru")
     worker: Worker = make_worker(daemon)
     pool = PagePool(L1_BYTES, page_bytes_for(L1_BYTES))
     capacity = pool.pages // pool.pages_for(worker.chunk_bytes)
@@ -64,7 +64,7 @@ def test_a_recording_replays_to_the_true_hit_rate(make_daemon, make_worker, tmp_
             worker.hang_up()
             daemon.start()
             worker = make_worker(daemon)
-    (result,) = replay(path, "--blocks", str(capacity))
+    (result,) = replay(path, "--blocks", str(capacity), "--policy", "lru")
     assert 0.1 < result["hit_rate"] < 0.9
     assert result["hit_rate"] == found / looked_up  # also over restarts: each start has an empty L1, and ids of its own
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,8 @@ from kvserver.protocol import AwaitFill, LookupReply
 from kvserver.protocol.status import DaemonStatus, WhatIfStatus
 from kvserver.telemetry import merge_what_if
 
+METRICS = Path(__file__).parent.parent.parent / "kvserver/METRICS.md"
+CODE = re.compile(r"```python\n(.*?)```", re.DOTALL)
 SIZES = {"0.25": 0.25, "0.5": 0.5, "1": 1.0, "2": 2.0, "4": 4.0, "8": 8.0, "unlimited": 0.0}
 
 
@@ -61,7 +66,7 @@ def drawn(seed: int, documents: int, longest: int, count: int, shared: int = 0) 
 def test_size_one_agrees_with_the_daemons_own_counter_and_each_size_with_an_lru_of_it(
     make_daemon: Callable[..., Daemon], make_worker: Callable[..., Worker], shared: int
 ) -> None:
-    daemon = make_daemon(l1_size="2MiB")
+    daemon = make_daemon(l1_size="2MiB", eviction_policy="lru")
     worker = make_worker(daemon)
     prompts = drawn(1, 60, 6, 400, shared)
     served(daemon, worker, prompts)
@@ -81,6 +86,19 @@ def test_size_one_agrees_with_the_daemons_own_counter_and_each_size_with_an_lru_
         assert points(found[size]) == pytest.approx(points(true), abs=2), size
     assert points(found["4"] - found["0.25"]) > 10, "sizes differ"
     assert {size: daemon.metric("kvserver_l1_would_hit_tokens_total", size=size) for size in SIZES} == found
+
+
+def test_the_curve_follows_the_policy_of_l1(
+    make_daemon: Callable[..., Daemon], make_worker: Callable[..., Worker]
+) -> None:
+    daemon = make_daemon(l1_size="2MiB", eviction_policy="slru")
+    served(daemon, make_worker(daemon), drawn(2, 60, 6, 300, 4))
+    status = daemon.status()
+    assert status["l1"]["evictions"] > 100, "L1 is full"
+    assert status["what_if"]["policy"] == status["l1"]["policy"] == "slru"
+    points = 100 / status["totals"]["lookup_tokens"]
+    counter = daemon.metric("kvserver_lookup_hit_tokens_total") or 0
+    assert points * would_hit(daemon)["1"] == pytest.approx(points * counter, abs=2)
 
 
 def test_what_only_l2_has_is_a_hit_of_a_larger_l1(
@@ -145,9 +163,10 @@ def test_what_was_cleared_is_a_miss_of_every_size(
 def test_two_daemons_statuses_become_the_curve_of_a_fleet(
     make_daemon: Callable[..., Daemon], make_worker: Callable[..., Worker]
 ) -> None:
-    statuses = []
+    daemons, statuses = [], []
     for prompts in ([[1, 2, 3], [4, 5]], [[1, 2, 3, 6], [4, 5]]):
         daemon = make_daemon()
+        daemons.append(f"http://127.0.0.1:{daemon.http_port}")
         served(daemon, make_worker(daemon), prompts)
 
         def curve(of: Daemon = daemon) -> WhatIfStatus | None:
@@ -161,6 +180,13 @@ def test_two_daemons_statuses_become_the_curve_of_a_fleet(
     assert fleet.looked_up_tokens == 11 * 64
     assert fleet.sizes[-1].would_hit_tokens == pytest.approx(5 * 64, abs=32), "one of them had stored these five"
     assert [size.would_hit_tokens for size in fleet.sizes[:-1]] == [0] * 6
+    (example,) = [block for block in CODE.findall(METRICS.read_text()) if "merge_what_if" in block]
+    printed = subprocess.run(
+        [sys.executable, "-c", example, *daemons], capture_output=True, text=True, check=True
+    ).stdout
+    assert printed.split()[::2] == list(SIZES)
+    share = fleet.sizes[-1].would_hit_tokens / fleet.looked_up_tokens
+    assert printed.split()[1::2] == ["0.0%"] * 6 + [f"{share:.1%}"], "the example in METRICS.md"
 
 
 def test_the_status_command_shows_it_and_its_policy(

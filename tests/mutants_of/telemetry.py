@@ -88,8 +88,16 @@ MUTANTS = (
     ),
     Mutant(
         "what L1 found though it is not listed stays unlisted",
-        WHAT_IF, "WhatIfCurve._looked_up", "rules, outcome.hit_chunks, pages)", "rules, outcome.hit_chunks, 0)",
+        WHAT_IF, "WhatIfCurve._looked_up", "hits, outcome.hit_chunks, pages)", "hits, outcome.hit_chunks, 0)",
         WHAT_IF_UNIT,
+    ),
+    Mutant(
+        "a hit is no use of what it found",
+        WHAT_IF, "WhatIfCurve._request_ended", "self._table.use(*lookup)", "pass", WHAT_IF_UNIT,
+    ),
+    Mutant(
+        "lookups of an engine that has disconnected never end",
+        WHAT_IF, "WhatIfCurve.handle", "owner[0] == event.instance_id", "False", WHAT_IF_UNIT,
     ),
     Mutant(
         "a fleet's unlimited size is the sum of the daemons'",

@@ -8,6 +8,11 @@ WHAT_IF_DAEMON = ("daemon/test_what_if.py",)
 
 MUTANTS = (
     Mutant(
+        "the curve is LRU's whatever L1's policy",
+        "kvserver/parts.py", "Observability.__init__", "page_bytes, settings.eviction_policy)", "page_bytes)",
+        WHAT_IF_DAEMON,
+    ),
+    Mutant(
         "the sketch of /status is never made",
         "kvserver/parts.py", "Observability._tick", "self.what_if.tick()", "pass", WHAT_IF_DAEMON,
     ),

@@ -50,14 +50,14 @@ void follow_a_list() {
             if (at == used.end()) break;
             distances.push_back(distance);
         }
-        const auto hits = table.lookup(1, keys(first, count), {}, 0, 0);
+        const auto hits = table.lookup(1, keys(first, count), {});
         for (size_t size = 0; size <= WhatIf::kUnlimited; ++size) {
             const auto beyond = std::ranges::find_if(distances, [&](uint64_t distance) {
                 return size < WhatIf::kUnlimited && distance > kSizes[size];
             });
             const auto found = static_cast<size_t>(beyond - distances.begin());
-            CHECK(hits[size].boundary == found);
-            CHECK(hits[size].chunks == static_cast<double>(found));
+            CHECK(hits.boundary[size] == found);
+            CHECK(hits.chunks[size] == static_cast<double>(found));
         }
         for (uint64_t key = first + count; key-- > first;) {
             used.remove(key);
@@ -68,24 +68,25 @@ void follow_a_list() {
     }
 }
 
-void list_too_many() {
+void list_too_many(bool protects) {
     std::mt19937 random(2);
-    WhatIf table(8, kSizes);
+    WhatIf table(8, {2'500, 50'000, 100'000, 200'000, 400'000, 800'000}, protects);
     const HitRules hybrid{1, 256, true, {{2, 3, 0}, {4, 0, 1024}}};
     const auto bit = [](uint64_t first) { return static_cast<uint16_t>(1 << first / 500 % 3); };
     for (uint64_t first = 0; first < 2'000'000; first += 500) {
         table.add(first % 3, keys(first, 500), bit(first), 3);
         const uint64_t late = first - std::min<uint64_t>(first, random() % 100 * 500);
-        const auto all = table.lookup(late % 3, keys(late, 500), {bit(late), 1, true, {}}, 0, 0);
-        CHECK(all[WhatIf::kUnlimited].chunks == 500);  // of the last 50,000 each is listed
+        const auto all = table.lookup(late % 3, keys(late, 500), {bit(late), 1, true, {}});
+        CHECK(all.chunks[WhatIf::kUnlimited] == 500);  // of the last 50,000 each is listed
         const std::string again = keys(random() % (first + 1), random() % 100);
-        const auto hits = table.lookup(random() % 3, again, hybrid, random() % 200, random() % 4);
+        const uint64_t salt = random() % 3;
+        const auto hits = table.lookup(salt, again, hybrid);
         for (size_t size = 1; size <= WhatIf::kUnlimited; ++size) {
-            CHECK(hits[size].boundary >= hits[size - 1].boundary);
-            CHECK(hits[size].boundary <= again.size() / WhatIf::kKeyBytes);
+            CHECK(protects || hits.boundary[size] >= hits.boundary[size - 1]);
+            CHECK(hits.boundary[size] <= again.size() / WhatIf::kKeyBytes);
         }
         if (random() % 2 == 0) table.remove(random() % 3, keys(0, 100), 2, 100);
-        table.use_again(random() % 3, again);
+        table.use(salt, again, hybrid, hits, random() % 200, random() % 4);
         CHECK(table.memory_bytes() < kMostBytes);
     }
     CHECK(table.sample_rate() < 1 && table.size() > 100'000);
@@ -97,5 +98,6 @@ void list_too_many() {
 
 void stress_what_if() {
     follow_a_list();
-    list_too_many();
+    list_too_many(false);
+    list_too_many(true);
 }

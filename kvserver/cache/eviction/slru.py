@@ -73,6 +73,22 @@ class ProtectedSegment(Rings):
 
     def use(self, chunks: Iterable[Chunk]) -> None:
         used = list(cast(Iterable[_SegmentChunk], chunks))
+        end = self._protected
+        # As track(), for chunks that stay protected: the most common case, in half of its time.
+        for number, chunk in enumerate(used):
+            if chunk.state != _PROTECTED or not chunk.ready or chunk.leases or chunk.pins:
+                del used[:number]
+                break
+            older, younger = chunk.older, chunk.younger
+            older.younger = younger
+            younger.older = older
+            youngest = end.older
+            chunk.older = youngest
+            chunk.younger = end
+            youngest.younger = chunk
+            end.older = chunk
+        else:
+            return
         for chunk in used:
             if not chunk.state & _USED:
                 self.untrack(chunk)

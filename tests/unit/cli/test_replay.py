@@ -40,7 +40,7 @@ def test_json_lines_have_policy_blocks_and_hit_rate_alone(trace: str) -> None:
 
 
 def test_the_table_is_on_stdout_and_progress_on_stderr(trace: str) -> None:
-    done = replay(trace, "--blocks", "5,0")
+    done = replay(trace, "--blocks", "5,0", "--policy", "lru")
     lines = [line.split() for line in done.stdout.splitlines()]
     assert lines[0] == ["4", "requests,", "14", "blocks,", "7", "of", "them", "distinct"]
     assert lines[1:] == [["policy", "blocks", "hit", "rate"], ["lru", "5", "42.9%"], ["lru", "unlimited", "50.0%"]]
@@ -82,6 +82,8 @@ def test_a_cluster_has_a_table_and_json_lines_of_its_own(trace: str) -> None:
         trace,
         "--blocks",
         "5,0",
+        "--policy",
+        "lru",
         "--machines",
         "2",
         "--l2-blocks",

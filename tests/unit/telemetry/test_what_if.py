@@ -8,14 +8,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvserver.cache import Cache, Groups, LookupOutcome
-from kvserver.cache.eviction import LeastRecentlyUsed
+from kvserver.cache import POLICIES, Cache, Groups, LookupOutcome
 from kvserver.cache.pages import PagePool
 from kvserver.events import (
     Bus,
     ChunksEvicted,
     ChunksStored,
     Event,
+    InstanceDisconnected,
     L1Cleared,
     LookupEnded,
     NamespaceFormed,
@@ -37,10 +37,8 @@ class L1:
     Objects of a model (the first byte of its namespaces) have `object_pages` by group, times 1 + that number.
     """
 
-    def __init__(
-        self, pages: int, groups: tuple[ObjectGroup, ...] = FULL, object_pages: tuple[int, ...] = (1,)
-    ) -> None:
-        self.cache = Cache(PagePool(pages * PAGE, PAGE), LeastRecentlyUsed())
+    def __init__(self, pages: int, groups: tuple[ObjectGroup, ...], object_pages: tuple[int, ...], policy: str) -> None:
+        self.cache = Cache(PagePool(pages * PAGE, PAGE), POLICIES[policy]())
         self.groups = Groups(groups, 1, CHUNK_TOKENS)
         self.object_pages = object_pages
         self.hit_chunks = 0
@@ -72,12 +70,16 @@ class World:
     """An L1, its curve, and a real cache of each size beside it."""
 
     def __init__(
-        self, pages: int, groups: tuple[ObjectGroup, ...] = FULL, object_pages: tuple[int, ...] = (1,)
+        self,
+        pages: int,
+        groups: tuple[ObjectGroup, ...] = FULL,
+        object_pages: tuple[int, ...] = (1,),
+        policy: str = "lru",
     ) -> None:
-        self.l1 = L1(pages, groups, object_pages)
-        self.others = [L1(int(size * pages), groups, object_pages) for size in SIZES]
-        self.others.append(L1(1 << 22, groups, object_pages))
-        self.curve = WhatIfCurve(pages, PAGE)
+        self.l1 = L1(pages, groups, object_pages, policy)
+        self.others = [L1(int(size * pages), groups, object_pages, policy) for size in SIZES]
+        self.others.append(L1(1 << 22, groups, object_pages, policy))
+        self.curve = WhatIfCurve(pages, PAGE, policy)
         self.looked_up = 0
         spec = type("Spec", (), {"object_groups": groups, "chunk_tokens": CHUNK_TOKENS})
         self.curve.handle(NamespaceFormed(0, "i", "m", b"", (spec,)))  # type: ignore[arg-type]
@@ -126,9 +128,12 @@ def prompts(seed: int, documents: int, most: int, shared: int, rounds: int, mode
 
 
 @pytest.mark.parametrize("shared", [0, 8])
-@pytest.mark.parametrize(("object_pages", "models"), [(1, 1), (3, 1), (1, 3)])
-def test_every_size_is_as_a_real_cache_of_it(shared: int, object_pages: int, models: int) -> None:
-    world = World(300 * object_pages, object_pages=(object_pages,))
+@pytest.mark.parametrize(
+    ("object_pages", "models", "policy"),
+    [(1, 1, "lru"), (3, 1, "lru"), (1, 3, "lru"), (1, 1, "slru"), (1, 3, "slru")],
+)
+def test_every_size_is_as_a_real_cache_of_it(shared: int, object_pages: int, models: int, policy: str) -> None:
+    world = World(300 * object_pages, object_pages=(object_pages,), policy=policy)
     for prompt in prompts(1, 400, 12, shared, 1500, models):
         world.serve(prompt)
     print(world.true, world.estimated)
@@ -136,15 +141,17 @@ def test_every_size_is_as_a_real_cache_of_it(shared: int, object_pages: int, mod
     assert sorted(world.errors)[int(0.9 * 6)] <= 2, (world.estimated, world.true)
 
 
-def test_size_one_is_what_l1_itself_found() -> None:
-    world = World(300)
+@pytest.mark.parametrize("policy", ["lru", "slru"])
+def test_size_one_is_what_l1_itself_found(policy: str) -> None:
+    world = World(300, policy=policy)
     for prompt in prompts(2, 300, 12, 4, 1000):
         world.serve(prompt)
     assert world.estimated[SIZES.index(1)] == pytest.approx(100 * world.l1.hit_chunks / world.looked_up, abs=1)
 
 
-def test_a_hit_of_a_hybrid_model_follows_the_rules_of_its_groups() -> None:
-    world = World(1500, HYBRID, (2, 1, 3))
+@pytest.mark.parametrize("policy", ["lru", "slru"])
+def test_a_hit_of_a_hybrid_model_follows_the_rules_of_its_groups(policy: str) -> None:
+    world = World(1500, HYBRID, (2, 1, 3), policy)
     for prompt in prompts(3, 300, 12, 2, 600):
         world.serve(prompt)
     assert max(world.true) - min(world.true) > 10
@@ -254,3 +261,35 @@ def test_what_l1_found_though_its_store_was_dropped_is_a_hit_from_then_on() -> N
     before = curve.status().sizes[SIZES.index(1)].would_hit_tokens
     curve.handle(lookup_of(keys, found=3))
     assert curve.status().sizes[SIZES.index(1)].would_hit_tokens - before == 3 * CHUNK_TOKENS
+
+
+def hits_after_a_flood(policy: str, used_again: bool) -> float:
+    """Chunks that a prompt finds again in L1 after one and a half times L1 was stored behind it."""
+    curve, keys = WhatIfCurve(100, PAGE, policy), keys_of(1, 0, 10)
+    curve.handle(ChunksStored(0, "i", "m", b"n", keys, pages=1))
+    if used_again:
+        curve.handle(lookup_of(keys, 10, "first"))
+        curve.handle(RequestEnded(0, "i", "m", "first"))
+    for number in range(15):
+        curve.handle(ChunksStored(0, "i", "m", b"n", keys_of(2, 10 * number, 10 * number + 10), pages=1))
+    before = curve.status().sizes[SIZES.index(1)].would_hit_tokens
+    curve.handle(lookup_of(keys, 0, "again"))
+    return (curve.status().sizes[SIZES.index(1)].would_hit_tokens - before) / CHUNK_TOKENS
+
+
+def test_the_curve_of_slru_keeps_what_was_used_again() -> None:
+    assert hits_after_a_flood("slru", used_again=True) == 10
+    assert hits_after_a_flood("slru", used_again=False) == 0
+    assert hits_after_a_flood("lru", used_again=True) == 0
+    assert WhatIfCurve(8, PAGE, "slru").status().policy == "slru"
+
+
+def test_an_engine_that_disconnects_ends_its_lookups() -> None:
+    curve, keys = WhatIfCurve(100, PAGE, "slru"), keys_of(1, 0, 10)
+    curve.handle(ChunksStored(0, "i", "m", b"n", keys, pages=1))
+    curve.handle(lookup_of(keys, 10))
+    curve.handle(InstanceDisconnected(0, "i", "m", died=True))
+    for number in range(19):
+        curve.handle(ChunksStored(0, "i", "m", b"n", keys_of(2, 5 * number, 5 * number + 5), pages=1))
+    curve.handle(lookup_of(keys, 10, "later"))
+    assert curve.status().sizes[SIZES.index(1)].would_hit_tokens == 20 * CHUNK_TOKENS
