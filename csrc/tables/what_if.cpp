@@ -383,6 +383,7 @@ void WhatIf::move(const Stretch& stretch, const Hits& hits) {
     for (uint32_t i = stretch.length; i-- > 0;) {
         const uint32_t time = stretch.time - i, at = stretch.first + i;
         const Entry entry = entries_[time];
+        if (entry == 0) continue;  // twice in a prompt
         if (run == 0 || (entry & kState) != state || time >= where.ceiling || at < floor) {
             count_run(state, where, used, run);
             run = 0;

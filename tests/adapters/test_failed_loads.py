@@ -21,7 +21,7 @@ from kvserver.protocol import KEY_BYTES, EndRequest, Error, Lookup, Reply, Reque
 
 CHUNK = 64
 TOKENS = prompt(1, 4 * CHUNK + 10)
-PATIENT = {"kvserver.lookup_age_ms": 600_000, "kvserver.lookup_timeout_ms": 10_000}
+OLD_ANSWERS = {"kvserver.lookup_age_ms": 600_000}
 MakeDaemon = Callable[..., Daemon]
 MakeEngine = Callable[..., Engine]
 MakeTap = Callable[[Daemon], Tap]
@@ -111,7 +111,7 @@ def test_requests_that_wait_with_an_answer_do_not_load_what_failed_meanwhile(
 ) -> None:
     """Nothing of it, or as far as nothing failed: the engine has the first `own` tokens itself."""
     stored(tap, make_engine)
-    engine = make_engine(tap.endpoint, num_blocks=25, extra=PATIENT)
+    engine = make_engine(tap.endpoint, num_blocks=25, extra=OLD_ANSWERS)
     engine.generate("own", TOKENS[:own])
     before = len(engine.loads)
     waits = one_fails_and_one_waits(tap, engine)
@@ -125,7 +125,7 @@ def test_an_answer_from_before_a_failure_is_not_used_as_far_as_it_failed(
 ) -> None:
     """The engine had the first chunks itself when the load failed, and lost them before the next request began."""
     stored(tap, make_engine)
-    engine = make_engine(tap.endpoint, num_blocks=25, extra=PATIENT | {"kvserver.on_prefix_reset": "keep"})
+    engine = make_engine(tap.endpoint, num_blocks=25, extra=OLD_ANSWERS | {"kvserver.on_prefix_reset": "keep"})
     engine.generate("own", TOKENS[: 2 * CHUNK + 5])
     waits = one_fails_and_one_waits(tap, engine)
     tap.instead = lambda message: None

@@ -94,9 +94,38 @@ void list_too_many(bool protects) {
     CHECK(table.size() == 0 && table.sample_rate() == 1);
 }
 
+// Whatever a client sends as the keys of a prompt: the same ones again and again, in any order.
+void repeat_keys(bool protects) {
+    std::mt19937 random(3);
+    WhatIf table(9, kSizes, protects);
+    const HitRules hybrid{1, 256, true, {{2, 3, 0}, {4, 0, 1024}}};
+    for (int round = 0; round < 1'000; ++round) {
+        std::string prompt;
+        while (random() % 8 != 0) prompt += keys(random() % 40, 1 + random() % 20);
+        for (auto times = random() % 40; random() % 4 == 0 && times > 0; --times) {
+            prompt += prompt.substr(0, 15 * WhatIf::kKeyBytes);
+        }
+        const HitRules& rules = random() % 2 == 0 ? hybrid : HitRules{};
+        const auto hits = table.lookup(1, prompt, rules);
+        for (const uint32_t boundary : hits.boundary) {
+            CHECK(boundary <= prompt.size() / WhatIf::kKeyBytes);
+        }
+        if (random() % 2 == 0) table.add(1, prompt, 1 << random() % 3, 1 + random() % 3);
+        table.use(1, prompt, rules, hits, random() % 700, random() % 4);
+        if (random() % 16 == 0) table.remove(1, prompt, 2, 1);
+        CHECK(table.size() <= 60);
+    }
+    const auto hits = table.lookup(1, keys(0, 10) + keys(0, 10), {7, 1, true, {}});
+    table.add(1, keys(0, 10), 7, 1);
+    CHECK(hits.boundary[WhatIf::kUnlimited] <= 20);
+    CHECK(table.lookup(1, keys(0, 10), {7, 1, true, {}}).boundary[WhatIf::kUnlimited] == 10);
+}
+
 }  // namespace
 
 void stress_what_if() {
+    repeat_keys(false);
+    repeat_keys(true);
     follow_a_list();
     list_too_many(false);
     list_too_many(true);

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvserver._native import HitRules, WhatIf
 from kvserver.cache import POLICIES, Cache, Groups, LookupOutcome
 from kvserver.cache.pages import PagePool
 from kvserver.events import (
@@ -293,3 +294,15 @@ def test_an_engine_that_disconnects_ends_its_lookups() -> None:
         curve.handle(ChunksStored(0, "i", "m", b"n", keys_of(2, 5 * number, 5 * number + 5), pages=1))
     curve.handle(lookup_of(keys, 10, "later"))
     assert curve.status().sizes[SIZES.index(1)].would_hit_tokens == 20 * CHUNK_TOKENS
+
+
+@pytest.mark.parametrize("protects", [False, True])
+def test_a_prompt_that_repeats_its_keys_is_each_of_them_once(protects: bool) -> None:
+    """Whatever a client sends: the table listed a chunk twice, and the daemon ended by a signal."""
+    table, rules = WhatIf(1, [25, 50, 100, 200, 400, 800], protects), HitRules(1, 256, [])
+    keys = b"".join(number.to_bytes(KEY_BYTES, "little") for number in range(15)) * 50
+    for _ in range(100):
+        hits = table.lookup(7, keys, rules, 256)
+        table.add(7, keys, 1, 1)
+        table.use(7, keys, rules, hits, 750, 1)
+        assert len(table) == 15
