@@ -51,7 +51,7 @@ class ClearReport(Struct, frozen=True, kw_only=True):
     shared_with: list[str]  # other instances with the same KV, also those that disconnected in the last minutes
     unnamed_l2: list[
         str
-    ] = []  # tiers that may have more KV of the model, of engines that are not known: it is not meant
+    ] = []  # tiers that may have more KV of the model, which is not meant: its engines are not known
     cleared: bool
 
 

@@ -5,7 +5,7 @@ Tiers that other daemons write to are left out: their stores drop objects withou
 
 What a tier found at its start, and what tiers hold when one of them can or cannot be read any more, is published by a resync.
 Whether a running resync has named an object already is not known, so a change meanwhile is published as a removal, and a
-store if a tier holds the object, and the resync names it no more: a slice of it is older than what it is published after.
+store if a tier holds the object, and the resync names it no more: a slice was copied from the tier before the changes that are published ahead of it.
 
 Owns: the changes of this turn. Refuses to know: who receives the events, what is in L1. In memory only.
 """
@@ -33,7 +33,7 @@ class L2Events:
         self._tiers, self._bus, self._clock = list(tiers), bus, clock
         self._readable = [False] * len(self._tiers)
         self._changes: list[tuple[bool, ObjectName]] = []  # stored or removed, not published yet
-        self._published: set[ObjectName] = set()  # whose change was, or will be, since the running resync began
+        self._published: set[ObjectName] = set()  # objects with a change of their own since the running resync began
         self._resync = Resync(L2Resynced, self._walk, bus, _SHARE)
         for place, tier in enumerate(self._tiers):
             tier.watch(partial(self._changed, place))

@@ -281,13 +281,13 @@ def test_every_choice_of_tiers_gives_equal_tokens(
 
 def explained(engine: Engine, daemon: Daemon | None) -> str:
     """Why it had no hits, as far as engine and daemon report."""
-    told = [engine.counters(), engine.tail(20)]
+    facts = [engine.counters(), engine.tail(20)]
     if daemon is not None:
         status = daemon.status()
-        told += [status[part] for part in ("loop_lag_seconds", "loop_turns", "totals", "instances")] + [
+        facts += [status[part] for part in ("loop_lag_seconds", "loop_turns", "totals", "instances")] + [
             daemon.log[-4000:]
         ]
-    return "\n".join(map(str, told))
+    return "\n".join(map(str, facts))
 
 
 def all_written(daemon: Daemon, objects: int) -> bool:

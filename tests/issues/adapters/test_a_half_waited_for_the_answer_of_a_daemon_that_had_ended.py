@@ -17,7 +17,7 @@ from kvserver.adapters.common.cache_status import CONNECTED
 from kvserver.adapters.common.link import Link
 from support.daemon import Daemon, wait_until
 
-from kvserver.protocol.client import WatchedClient
+from kvserver.protocol.client import Channel, WatchedClient
 
 
 @pytest.fixture
@@ -57,5 +57,22 @@ def test_a_session_is_over_when_its_daemon_is_though_the_next_one_does_not_answe
         assert link.cache_status is not CONNECTED
     finally:
         context.destroy(0)
+        link.stop()
+        daemon.close()
+
+
+def test_a_half_whose_second_connection_is_not_accepted_has_no_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unconnected(Channel):
+        def wait_writable(self, seconds: float) -> bool:
+            return False
+
+    monkeypatch.setattr(links, "Channel", Unconnected)  # the session's, not the one that sends Hello
+    daemon = Daemon().start()
+    link = Link(daemon.endpoint, "scheduler")
+    try:
+        link.start(20)
+        assert link.usable() is None
+        assert link.cache_status.reason == "no_answer"
+    finally:
         link.stop()
         daemon.close()
