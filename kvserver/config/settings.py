@@ -135,7 +135,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             "stored, of these the least recently used one; at most 40% of the chunks are protected by a use. bench/README.md has what both find of "
             "which requests, and kvserver replay what they find of yours."
         ),
-    ] = "lru"
+    ] = "slru"
     share: Annotated[
         tuple[str, ...],
         Meta(

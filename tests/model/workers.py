@@ -50,7 +50,7 @@ class Workers:
         self.now = self.begins()
         self.plain = Plain()
         self.device = WatchedDevice(pages * self.page_bytes, self.page_bytes, 2, trouble)
-        self.cache = Cache(PagePool(pages * self.page_bytes, self.page_bytes), POLICIES["lru"]())
+        self.cache = Cache(PagePool(pages * self.page_bytes, self.page_bytes), POLICIES[Settings().eviction_policy]())
         self.lifelines = Lifelines(str(folder / "fd"), "token")
         settings = Settings(chunk_tokens=CHUNK_TOKENS, lease_seconds=20.0)
         devices = Devices(self.device)

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvserver._native import pack_blocks
 from kvserver.cache import POLICIES, Cache, PagePool
+from kvserver.config import Settings
 from kvserver.events import Event, InstanceDisconnected, InstanceRegistered
 from kvserver.protocol import (
     MARK,
@@ -132,7 +133,7 @@ class Engine:
         self.drops = False
         self.instances = Instances()
         bus: Any = self  # publish() is all that is used of it
-        cache = Cache(PagePool(1 << 20, 4096), POLICIES["lru"]())
+        cache = Cache(PagePool(1 << 20, 4096), POLICIES[Settings().eviction_policy]())
         rates = ReadRates(0)
         presence = Presence(cache, Tiers(), rates)
         fills = Fills(cache, Tiers(), presence, rates, bus, lambda lookup, tokens: LookupReply(0), lease_seconds=60.0)

@@ -7,6 +7,7 @@ import hashlib
 from support.turns import repeat
 
 from kvserver.cache import POLICIES, Cache, PagePool, StorePlan, one_group
+from kvserver.config import Settings
 
 PAGE = 4096
 NS, OTHER = b"n" * 32, b"o" * 32
@@ -20,7 +21,7 @@ def keys(names: str) -> bytes:
 
 
 def make_cache(pages: int) -> Cache:
-    return Cache(PagePool(pages * PAGE, PAGE), POLICIES["lru"]())
+    return Cache(PagePool(pages * PAGE, PAGE), POLICIES[Settings().eviction_policy]())
 
 
 def plan(cache: Cache, names: str, rank: int = 0, world: int = 1, namespace: bytes = NS, pages: int = 1) -> StorePlan:

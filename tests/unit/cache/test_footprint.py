@@ -13,12 +13,13 @@ CHUNKS, MOST = 100_000, 300
 PROGRAM = f"""
 import os, random, sys
 from kvserver.cache import one_group, POLICIES, Cache, PagePool
+from kvserver.config import Settings
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 slot_bytes = int(sys.argv[1])
-cache = Cache(PagePool({CHUNKS} * slot_bytes, 4096), POLICIES["lru"]())
+cache = Cache(PagePool({CHUNKS} * slot_bytes, 4096), POLICIES[Settings().eviction_policy]())
 rng = random.Random(0)
 before = resident()
 for _ in range({CHUNKS} // 500):

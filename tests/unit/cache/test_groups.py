@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from support.properties import examples
 
 from kvserver.cache import POLICIES, Cache, Groups, MissReason, PagePool
+from kvserver.config import Settings
 from kvserver.protocol import KVServerError, ObjectGroup
 
 PAGE, CHUNK = 4096, 4
@@ -32,7 +33,7 @@ class OneModel:
     """A cache of one model, its objects stored one page each."""
 
     def __init__(self, *groups: ObjectGroup, ranks: int = 1, pages: int = 10_000) -> None:
-        self.cache = Cache(PagePool(pages * PAGE, PAGE), POLICIES["lru"]())
+        self.cache = Cache(PagePool(pages * PAGE, PAGE), POLICIES[Settings().eviction_policy]())
         self.groups = Groups(groups, ranks, CHUNK)
 
     def store(self, group: int, numbers: Any, slot: int | None = None) -> None:

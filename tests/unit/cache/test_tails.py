@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from support.properties import examples
 
 from kvserver.cache import POLICIES, Cache, Groups, LookupOutcome, MissReason, PagePool, tails_of
+from kvserver.config import Settings
 from kvserver.protocol import MAX_OBJECT_GROUPS, ObjectGroup, has_tails
 
 PAGE, CHUNK = 4096, 64
@@ -36,7 +37,7 @@ class OneModel:
     """A cache of one model; an object has a page, whatever it holds."""
 
     def __init__(self, *groups: ObjectGroup, ranks: int = 1, pages: int = 1000) -> None:
-        self.cache = Cache(PagePool(pages * PAGE, PAGE), POLICIES["lru"]())
+        self.cache = Cache(PagePool(pages * PAGE, PAGE), POLICIES[Settings().eviction_policy]())
         groups = groups or (FULL,)
         self.of_chunks = Groups(groups, ranks, CHUNK)
         self.of_blocks = Groups(groups, ranks, 16, tails=True)

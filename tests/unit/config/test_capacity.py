@@ -13,6 +13,7 @@ from support.properties import Dice, examples, walks
 
 from kvserver.cache import POLICIES, Cache, PagePool, one_group, page_bytes_for
 from kvserver.cache.pages import extents
+from kvserver.config import Settings
 
 KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
 ENOUGH = 0.95
@@ -35,7 +36,7 @@ class Shelf:
     def __init__(self, l1_bytes: int, *sizes: int) -> None:
         self.l1_bytes = l1_bytes
         self.sizes = {bytes([number]) * 32: size for number, size in enumerate(sizes)}
-        self.cache = Cache(PagePool(l1_bytes, page_bytes_for(l1_bytes)), POLICIES["lru"]())
+        self.cache = Cache(PagePool(l1_bytes, page_bytes_for(l1_bytes)), POLICIES[Settings().eviction_policy]())
         self.made = 0
 
     def store(self, namespace: bytes, chunks: int = 1) -> None:

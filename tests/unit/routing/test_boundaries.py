@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from support.properties import examples
 
 from kvserver.cache import POLICIES, Cache, Groups, PagePool
+from kvserver.config import Settings
 from kvserver.kv_events.types import KeysCleared, KeysRemoved, KeysStored, ReaderConnected, Tier
 from kvserver.protocol import DescribeScheduler, ObjectGroup
 from kvserver.routing import KVIndex
@@ -30,7 +31,7 @@ class World:
     """A cache and an index that have the same objects."""
 
     def __init__(self, *groups: ObjectGroup) -> None:
-        self.cache = Cache(PagePool(1000 * PAGE, PAGE), POLICIES["lru"]())
+        self.cache = Cache(PagePool(1000 * PAGE, PAGE), POLICIES[Settings().eviction_policy]())
         self.groups, self.specs = Groups(groups, 1, CHUNK_TOKENS), groups
         self.in_l2 = [0] * len(groups)  # bits of chunks
         self.index = KVIndex(64 << 20, follow_engines=False)

@@ -9,7 +9,7 @@ from support.turns import repeat
 from support.worker import make_keys
 
 from kvserver.cache import POLICIES, Cache, PagePool, one_group
-from kvserver.config import Placement
+from kvserver.config import Placement, Settings
 from kvserver.protocol.measurements import MOST_MODELS, OTHER
 from kvserver.server.status import l1_status
 
@@ -18,7 +18,7 @@ A, B = b"a" * 32, b"b" * 32
 
 
 def make_cache() -> Cache:
-    return Cache(PagePool(10 * PAGE, PAGE), POLICIES["lru"]())
+    return Cache(PagePool(10 * PAGE, PAGE), POLICIES[Settings().eviction_policy]())
 
 
 cache = pytest.fixture(make_cache)
@@ -106,7 +106,7 @@ def test_what_was_never_whole_or_is_cleared_was_not_stored_for_nothing(cache: Ca
 
 
 def test_names_without_end_are_one_series() -> None:
-    cache = Cache(PagePool(4 * MOST_MODELS * PAGE, PAGE), POLICIES["lru"]())
+    cache = Cache(PagePool(4 * MOST_MODELS * PAGE, PAGE), POLICIES[Settings().eviction_policy]())
     for number in range(3 * MOST_MODELS):
         store(cache, f"model {number}", number.to_bytes(32, "big"), make_keys(1))
     shown = models(cache)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from kvserver.cache import POLICIES, Cache, PagePool
-from kvserver.config import Placement
+from kvserver.config import Placement, Settings
 from kvserver.server.status import l1_status
 
 
 def test_pinned_bytes_grow_with_what_is_pinned_whatever_is_used() -> None:
     pool = PagePool(10 * 4096, 4096)
-    cache = Cache(pool, POLICIES["lru"]())
+    cache = Cache(pool, POLICIES[Settings().eviction_policy]())
     assert l1_status(cache, Placement()).pinned_bytes == 0
     pool.allocate_pages(8)
     pool.mark_pinned(3)
