@@ -52,6 +52,8 @@ DOCKER ?= docker
 DIST := dist
 # Two files at a time, each as a whole in one process.
 LANES := -n 2 --dist loadfile
+# Tests of the core wait for deadlines and servers as long as they compute, so three; tests/conftest.py has their order.
+CORE_LANES := -n 3 --dist loadfile --no-loadscope-reorder
 # What runs in $(VENV_VLLM).
 ADAPTER_TESTS := tests/adapters tests/issues/adapters
 REAL_ENGINES := tests/vllm tests/issues/vllm
@@ -86,14 +88,14 @@ test: test-core test-gpu-simulated
 	else echo 'make test: SKIPPED the tests with a real vLLM: its venv could not be built, see above'; fi
 
 test-core: $(VENV)/.installed build/wheel/.built $(BROWSER)
-	$(VENV)/bin/$(PYTEST) $(LANES) $(DAILY) $(CORE_TESTS) $(ARGS)
+	$(VENV)/bin/$(PYTEST) $(CORE_LANES) $(DAILY) $(CORE_TESTS) $(ARGS)
 
 # Engines there need torch. Without a GPU all is skipped.
 test-gpu:
 	PYTHON=$(PYTHON) bash bench/gpu_all.sh tests $(ARGS)
 
 test-gpu-simulated: $(VENV)/.installed
-	KVSERVER_SIMULATED_GPU=1 $(VENV)/bin/$(PYTEST) tests/gpu $(ARGS)
+	KVSERVER_SIMULATED_GPU=1 $(VENV)/bin/$(PYTEST) -n 2 --dist worksteal tests/gpu $(ARGS)
 
 bench-gpu:
 	PYTHON=$(PYTHON) bash bench/gpu_all.sh all $(ARGS)

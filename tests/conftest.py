@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +14,29 @@ from support.worker import Worker
 
 pytest_plugins = ["support.skips"]
 
+# Files with few tests that take long: they begin first, or one lane of `make test-core` would end long after the others.
+LONG = (
+    "model/test_random_walk.py",
+    "unit/l2/test_remote_faults.py",
+    "daemon/test_packages.py",
+    "native/test_gpu_benchmark.py",
+    "unit/l2/test_remote.py",
+    "daemon/test_guides.py",
+    "unit/l2/test_mooncake.py",
+    "daemon/test_page.py",
+    "issues/test_turns_grew_with_the_cache.py",
+)
+
 if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 ):  # a shell's job in the background, whose children would ignore it, too
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    tests = Path(__file__).parent
+    places = {tests / name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.path, len(LONG)))
 
 
 @pytest.fixture(autouse=True)

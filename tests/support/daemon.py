@@ -100,7 +100,7 @@ class Daemon:
     def start(self) -> Daemon:
         """Returns when it has printed its line, and file tiers are open: what is stored before that is not written.
 
-        AssertionError with its log if it does not print it within 15 s.
+        AssertionError with its log if it does not print it within a minute.
         """
         with open(self.folder / "log", "a") as log:
             self.process = subprocess.Popen(
@@ -108,10 +108,10 @@ class Daemon:
             )
         assert self.process.stdout is not None
         os.set_blocking(self.process.stdout.fileno(), False)
-        self.ready_line = wait_until(self._read_line, 15, "the ready line")
+        self.ready_line = wait_until(self._read_line, 60, "the ready line")
         assert " ready: " in self.ready_line, self.ready_line + self.log
         if "file://" in f"{self.flags.get('l2')} {self.env.get('KVSERVER_L2')}":
-            wait_until(self._files_are_open, 15, "the file tiers are open")
+            wait_until(self._files_are_open, 60, "the file tiers are open")
         return self
 
     def _files_are_open(self) -> bool:

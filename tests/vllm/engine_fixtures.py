@@ -33,13 +33,13 @@ def engines(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[E
 @pytest.fixture
 def first(engines: Engines) -> Engine:
     """In float32, so that neither batches nor the split of prefill change a token."""
-    return engines.get("first", dtype="float32", extra=TIMEOUTS)
+    return engines.get("first", dtype="float32", extra=TIMEOUTS, measures_speed=False)
 
 
 @pytest.fixture
 def second(engines: Engines) -> Engine:
     """A second process of the same model, with chunked prefill in small steps."""
-    return engines.get("second", dtype="float32", extra=TIMEOUTS, max_num_batched_tokens=256)
+    return engines.get("second", dtype="float32", extra=TIMEOUTS, measures_speed=False, max_num_batched_tokens=256)
 
 
 @pytest.fixture

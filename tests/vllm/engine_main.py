@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+from functools import partial
 from typing import Any
 
 answers = os.fdopen(os.dup(1), "w", buffering=1)
@@ -25,6 +26,10 @@ class Driver:
             import exact_states
 
             exact_states.install()
+        if not options.pop("measures_speed", True):
+            from kvserver.adapters.vllm import scheduler
+
+            scheduler.PrefillSpeed = partial(scheduler.PrefillSpeed, lambda: 0.0)
         from vllm import LLM
 
         self.llm = LLM(**options)

@@ -32,7 +32,11 @@ NICE = ["nice", "-n", "10"]
 
 
 class Engine:
-    """One vLLM engine process. `endpoint` None means no connector at all. `options` are vLLM's, and `exact_states`."""
+    """One vLLM engine process. `endpoint` None means no connector at all. `options` are vLLM's, `exact_states` and `measures_speed`.
+
+    Unless it measures its speed of prefill, the daemon, which then knows none, reads all that storage has: a tiny model computes a
+    prompt so fast that on a busy machine no storage is worth reading.
+    """
 
     def __init__(
         self,

@@ -36,9 +36,10 @@ class TestTickets:
         rig = make_rig(disk=disk)
         rig.put(name_of(1), *SIZES)
         disk.file.hang(True)
-        soon = time.monotonic_ns() + 50_000_000
+        soon = time.monotonic_ns() + 3_000_000_000  # the threads, of a low priority, have begun by then
         gets = [rig.tier.get(name_of(1), rig.l1.memory(*SIZES), soon) for _ in range(6)]
-        rig.until(lambda: time.monotonic_ns() > soon + 50_000_000)
+        rig.until(lambda: disk.file.hanging == 4)
+        rig.until(lambda: time.monotonic_ns() > soon)
         rig.tier.tick(time.monotonic_ns())
         assert [rig.end(ticket).outcome for ticket in gets[4:]] == [TierOutcome.TIMEOUT] * 2, (
             "those that wait end in time"
