@@ -101,6 +101,8 @@ __attribute__((target("avx2"))) void stream_copy(std::byte* to, const std::byte*
 
 const bool can_stream = __builtin_cpu_supports("avx2") != 0;
 
+}  // namespace
+
 void copy_bytes(std::byte* to, const std::byte* from, uint64_t size) {
     if (can_stream && size >= kStreamBytes)
         stream_copy(to, from, size);
@@ -109,10 +111,15 @@ void copy_bytes(std::byte* to, const std::byte* from, uint64_t size) {
 }
 
 #else
+
+}  // namespace
+
 void copy_bytes(std::byte* to, const std::byte* from, uint64_t size) {
     std::memcpy(to, from, size);
 }
 #endif
+
+namespace {
 
 void copy_block(const CopyJob& job, uint64_t index, const L1& l1) {
     SlotCursor cursor(job, l1, job.skip + index);

@@ -2,10 +2,13 @@
 #include "l2/record.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cstring>
 #include <stdexcept>
 #include <utility>
+
+#include "copy/host_copy.h"
 
 namespace kvserver {
 
@@ -18,7 +21,7 @@ constexpr size_t kFormatAt = 8, kSizeAt = 12, kGroupAt = 16, kSlotsAt = 20, kGen
 constexpr size_t kKeyAt = 32, kCoverageAt = 64, kNamespaceBytesAt = 80, kNamespaceAt = 88;
 constexpr size_t kDigestAt = 256, kSealAt = 272, kSealBytes = 64, kLengthsAt = 512;
 constexpr size_t kCoverageBytes = 16;
-constexpr uint64_t kStepBytes = 16 << 10;  // with its copy it stays in the first cache
+constexpr uint64_t kStepBytes = 4 << 10;  // stays in the first cache; more, or less, is slower
 constexpr size_t kMostSlots = (kHeaderBytes - kLengthsAt) / sizeof(uint64_t);
 
 template <typename T>
@@ -60,12 +63,24 @@ bool equal(const std::byte* header, std::string_view wanted, size_t begin, size_
     return std::memcmp(header + begin, wanted.data() + begin, end - begin) == 0;
 }
 
-// The digest is of the copy, which is what counts, and reads it while it is in the cache.
-void copy_and_digest(std::byte* to, const std::byte* from, uint64_t bytes, Digest& digest) {
+// The copy stays in the cache, for who reads it next.
+void gather_and_digest(std::byte* to, const std::byte* from, uint64_t bytes, Digest& digest) {
     for (uint64_t done = 0; done < bytes; done += kStepBytes) {
         const uint64_t step = std::min(kStepBytes, bytes - done);
+        digest.update(from + done, step);
         std::memcpy(to + done, from + done, step);
-        digest.update(to + done, step);
+    }
+}
+
+// Past the cache, as the copier's. Others may write to `from` meanwhile: it is read once, and what
+// is digested is what L1 gets.
+void scatter_and_digest(std::byte* to, const std::byte* from, uint64_t bytes, Digest& digest) {
+    alignas(64) std::array<std::byte, kStepBytes> piece;
+    for (uint64_t done = 0; done < bytes; done += kStepBytes) {
+        const uint64_t step = std::min(kStepBytes, bytes - done);
+        std::memcpy(piece.data(), from + done, step);
+        digest.update(piece.data(), step);
+        copy_bytes(to + done, piece.data(), step);
     }
 }
 
@@ -128,7 +143,7 @@ void Record::pack(std::byte* to) const {
     std::byte* at = to + kHeaderBytes;
     for (const auto& slot : slots_) {
         for (const MemoryPiece& piece : slot) {
-            copy_and_digest(at, piece.data, piece.bytes, digest);
+            gather_and_digest(at, piece.data, piece.bytes, digest);
             at += piece.bytes;
         }
     }
@@ -146,10 +161,11 @@ RecordMatch Record::unpack(std::span<const std::byte> from) const {
     const std::byte* at = from.data() + kHeaderBytes;
     for (const auto& slot : slots_) {
         for (const MemoryPiece& piece : slot) {
-            copy_and_digest(piece.data, at, piece.bytes, digest);
+            scatter_and_digest(piece.data, at, piece.bytes, digest);
             at += piece.bytes;
         }
     }
+    finish_copies();
     return digest.value() == expected ? RecordMatch::kMatch : RecordMatch::kCorrupt;
 }
 

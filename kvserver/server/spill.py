@@ -8,6 +8,8 @@ What no later start of an engine can find is offered to no tier, and what must s
 A queued object is not pinned: eviction never waits for storage, an object that left L1 before its turn is dropped and
 counted. It is pinned from its turn until its put ends. Keys are queued in the order of a prompt, so that parents are written
 first; an object whose parent was dropped is dropped as well. A later load of it offers it again.
+
+Until a tier can be written to for the first time, as while it reads its journal, what is offered waits in its queue.
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ class _Queue:
     """The objects that wait for one tier."""
 
     configured: ConfiguredTier
+    has_opened: bool = False  # it could be written to since the start, or never will be
     waiting: deque[_Queued] = field(default_factory=deque)
     names: set[ObjectName] = field(default_factory=set)  # of those that wait or are being written
     waiting_bytes: int = 0
@@ -58,6 +61,13 @@ class _Queue:
     lost: set[ObjectName] = field(default_factory=set)  # dropped ones whose children may be queued behind
     credit: float = 0.0  # bytes that may be written now, of a tier with a write limit
     credited_ns: int = 0
+
+    def opens(self) -> bool:
+        """Nothing could be written to the tier yet, and that may change."""
+        if not self.has_opened:
+            waits = self.configured.tier.state in ("opening", "unavailable")
+            self.has_opened = not waits or self.configured.url.read_only
+        return not self.has_opened
 
 
 class Spill:
@@ -76,6 +86,11 @@ class Spill:
     def waiting(self) -> int:
         """Objects that wait, of all tiers."""
         return sum(len(queue.waiting) for queue in self._queues)
+
+    @property
+    def ends(self) -> bool:
+        """Whether all that waits for an open tier has had its turn."""
+        return not any(queue.waiting and not queue.opens() for queue in self._queues)
 
     @property
     def puts(self) -> int:
@@ -103,7 +118,7 @@ class Spill:
                 self._offer(queue, namespace, coverage, missing)
 
     def _offer(self, queue: _Queue, namespace: bytes, coverage: Coverage, chunks: Sequence[Chunk]) -> None:
-        if not queue.configured.writable:
+        if not queue.configured.writable and not queue.opens():
             queue.dropped["not_writable"] += len(chunks)
             return
         parent = b""
@@ -125,7 +140,7 @@ class Spill:
         more = False
         now_ns = int(self._clock() * 1e9)
         for place, queue in enumerate(self._queues):
-            if not queue.waiting:
+            if queue.opens() or not queue.waiting:
                 continue
             self._add_credit(queue, now_ns)
             for _ in range(_PER_STEP):

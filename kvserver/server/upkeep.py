@@ -211,7 +211,7 @@ class Upkeep:
     def drain(self, deadline_seconds: float) -> bool:
         """End every copy before memory goes away: cancelled ones stop at their next block. False if some did not.
 
-        What is left of the time is for the objects that wait for a tier of L2.
+        What is left of the time is for the objects that wait for an open tier of L2.
         """
         deadline = time.monotonic() + deadline_seconds
         self.workers.close_all(Disconnect.STOPPED)
@@ -220,7 +220,7 @@ class Upkeep:
             self.complete_tickets()
             self.step()
             time.sleep(0.001)
-        while (self.spill.waiting or self.tiers.open_tickets) and time.monotonic() < deadline:
+        while (not self.spill.ends or self.tiers.open_tickets) and time.monotonic() < deadline:
             self.tiers.complete()
             self.spill.step()
             time.sleep(0.001)

@@ -189,8 +189,21 @@ MUTANTS = (
     ),
     Mutant(
         "a tier that may only be read is written to",
-        SPILL, "Spill._offer", "if not queue.configured.writable:", "if False:", SPILL_TESTS,
+        SPILL, "Spill._offer", "if not queue.configured.writable and not queue.opens():", "if False:",
+        SPILL_TESTS,
         equivalent="_put_next() drops it for the same reason: it only saves the queue",
+    ),
+    Mutant(
+        "what is stored while a tier opens is lost to it",
+        SPILL, "Spill._offer", "and not queue.opens()", "", SPILL_TESTS,
+    ),
+    Mutant(
+        "what waits for a tier that opens is dropped in the next turn",
+        SPILL, "Spill.step", "queue.opens() or ", "", SPILL_TESTS,
+    ),
+    Mutant(
+        "what is stored while a tier's breaker is open waits for it",
+        SPILL, "_Queue.opens", "if not self.has_opened:", "if True:", SPILL_TESTS,
     ),
     Mutant(
         "single uses are written with admit=reused",

@@ -24,7 +24,7 @@ T = TypeVar("T")
 GPUS = [f"GPU-00000000-0000-0000-0000-{number:012d}" for number in range(2)]  # of --simulated-gpus 2
 KVSERVER = os.environ.get("KVSERVER_BIN") or str(Path(sys.executable).parent / "kvserver")
 # For these flags it is daemon_main.py that is started, by the same interpreter.
-SIMULATED = {"copy_delay_us", "simulated_gpus", "gpu_way", "gpu_orders", "drain_seconds"}
+SIMULATED = {"copy_delay_us", "simulated_gpus", "gpu_way", "gpu_orders", "drain_seconds", "journal_gate"}
 WITH_SIMULATED = (str(Path(KVSERVER).with_name("python")), str(Path(__file__).with_name("daemon_main.py")))
 
 
@@ -98,7 +98,7 @@ class Daemon:
         return words
 
     def start(self) -> Daemon:
-        """Returns when it has printed its line, and file tiers are open: what is stored before that is not written.
+        """Returns when it has printed its line, and file tiers are open, but for a daemon with a gate before its journals.
 
         AssertionError with its log if it does not print it within a minute.
         """
@@ -110,7 +110,7 @@ class Daemon:
         os.set_blocking(self.process.stdout.fileno(), False)
         self.ready_line = wait_until(self._read_line, 60, "the ready line")
         assert " ready: " in self.ready_line, self.ready_line + self.log
-        if "file://" in f"{self.flags.get('l2')} {self.env.get('KVSERVER_L2')}":
+        if "journal_gate" not in self.flags and "file://" in f"{self.flags.get('l2')} {self.env.get('KVSERVER_L2')}":
             wait_until(self._files_are_open, 60, "the file tiers are open")
         return self
 

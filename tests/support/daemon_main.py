@@ -6,10 +6,14 @@ It has the flags of `kvserver serve` and its own, which `kvserver serve` refuses
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -18,6 +22,7 @@ from kvserver.config import add_flags, read_configuration
 from kvserver.copy import Hardware
 from kvserver.copy.devices import OpenGpu
 from kvserver.daemon import serve
+from kvserver.l2.files.disk import Disk
 from kvserver.protocol import ConfigError
 from support.mortal_gpus import obey
 from support.simulators import FakeGpu
@@ -37,6 +42,18 @@ def opener(count: int, delay_micros: int, orders: Path | None) -> OpenGpu:
     return opened
 
 
+def gated(gate: Path) -> Callable[[Disk, int, int, int], bytes]:
+    """Disk.read(), which reads no journal before this file exists."""
+    read = Disk.read
+
+    def read_later(disk: Disk, fd: int, size: int, offset: int) -> bytes:
+        while os.readlink(f"/proc/self/fd/{fd}").endswith("/journal") and not gate.exists():
+            time.sleep(0.005)
+        return read(disk, fd, size, offset)
+
+    return read_later
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("command", choices=["serve"])
@@ -44,6 +61,7 @@ def main() -> int:
     parser.add_argument("--simulated-gpus", type=int, default=0)
     parser.add_argument("--gpu-way", choices=["dma", "staged"], help="of all copies of GPUs")
     parser.add_argument("--gpu-orders", type=Path, help="what happens to the first GPU: see mortal_gpus.py")
+    parser.add_argument("--journal-gate", type=Path, help="file tiers read no journal before this file exists")
     parser.add_argument("--drain-seconds", type=float, default=5.0, help="for the copies under way at the daemon's end")
     add_flags(parser)
     arguments = parser.parse_args()
@@ -54,8 +72,10 @@ def main() -> int:
     )
     if arguments.simulated_gpus:
         hardware = replace(hardware, open_gpu=opener(arguments.simulated_gpus, delay, arguments.gpu_orders))
+    read = gated(arguments.journal_gate) if arguments.journal_gate else Disk.read
     try:
-        return serve(read_configuration(vars(arguments)), hardware, arguments.drain_seconds)
+        with mock.patch.object(Disk, "read", read):
+            return serve(read_configuration(vars(arguments)), hardware, arguments.drain_seconds)
     except ConfigError as error:
         print(f"kvserver: {error}", file=sys.stderr)
         return 2

@@ -22,7 +22,7 @@ from typing import Any
 
 from kvserver.config import TierUrl
 from kvserver.l2.remote.buffer import LaneBuffer
-from kvserver.l2.remote.mooncake_child import LENGTH_BYTES, TOO_LARGE
+from kvserver.l2.remote.mooncake_child import LENGTH_BYTES, RECEIVE_BYTES, TOO_LARGE, missing_bytes, packed
 from kvserver.l2.remote.store import StoreClient, StoreError, StoreTimeout
 from kvserver.protocol import ConfigError
 
@@ -218,23 +218,21 @@ class _MooncakeClient:
         return self._receive(deadline)
 
     def _send(self, message: dict[str, Any], deadline: float, descriptors: Sequence[int] = ()) -> None:
-        raw = json.dumps(message).encode()
+        raw = packed(message)
         with self._or_end(deadline) as connection:
-            socket.send_fds(connection, [len(raw).to_bytes(LENGTH_BYTES, "big")], descriptors)
-            connection.sendall(raw)
+            sent = socket.send_fds(connection, [raw], descriptors)
+            connection.sendall(raw[sent:])
 
     def _receive(self, deadline: float) -> Any:
+        raw = b""
         with self._or_end(deadline) as connection:
-            count, raw = LENGTH_BYTES, b""
-            while len(raw) < count:
+            while (missing := missing_bytes(raw)) > 0:
                 connection.settimeout(max(0.001, deadline - time.monotonic()))
-                part = connection.recv(count - len(raw))
+                part = connection.recv(max(missing, RECEIVE_BYTES))
                 if not part:
                     raise ConnectionResetError
                 raw += part
-                if count == LENGTH_BYTES == len(raw):
-                    count += int.from_bytes(raw, "big")
-            return json.loads(raw[LENGTH_BYTES:])
+        return json.loads(raw[LENGTH_BYTES:])
 
     @contextlib.contextmanager
     def _or_end(self, deadline: float) -> Iterator[socket.socket]:

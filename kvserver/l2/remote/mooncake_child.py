@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 LENGTH_BYTES = 4
+RECEIVE_BYTES = 1 << 16  # of one call: nearly every message is one, and wakes its receiver once
 TOO_LARGE = "too large"  # in the place of a code: a value that does not fit
 _PR_SET_PDEATHSIG = 1
 _ID_BYTES = 64  # more than an id has
@@ -129,30 +130,36 @@ def _address_towards(master: tuple[str, int]) -> str:
         return str(probe.getsockname()[0])
 
 
-def _receive(connection: socket.socket, count: int) -> tuple[bytes, int]:
-    """`count` bytes, and the descriptor that arrived with them, or -1. EOFError after the other side has ended."""
+def packed(message: object) -> bytes:
+    raw = json.dumps(message).encode()
+    return len(raw).to_bytes(LENGTH_BYTES, "big") + raw
+
+
+def missing_bytes(received: bytes) -> int:
+    """How much of a message is missing, as far as it is known; no other one follows it before its reply."""
+    if len(received) < LENGTH_BYTES:
+        return LENGTH_BYTES - len(received)
+    return LENGTH_BYTES + int.from_bytes(received[:LENGTH_BYTES], "big") - len(received)
+
+
+def _receive(connection: socket.socket) -> tuple[Any, int]:
+    """A request, and the descriptor that arrived with it, or -1. EOFError after the other side has ended."""
     raw, descriptor = b"", -1
-    while len(raw) < count:
-        part, descriptors, _, _ = socket.recv_fds(connection, count - len(raw), 1)
+    while (missing := missing_bytes(raw)) > 0:
+        part, descriptors, _, _ = socket.recv_fds(connection, max(missing, RECEIVE_BYTES), 1)
         if not part:
             raise EOFError
         raw, descriptor = raw + part, descriptors[0] if descriptors else descriptor
-    return raw, descriptor
+    return json.loads(raw[LENGTH_BYTES:]), descriptor
 
 
 def serve(connection: socket.socket, settings: dict[str, Any]) -> None:
     client = LibraryStore(settings)
-    _reply(connection, client.code)
+    connection.sendall(packed(client.code))
     while True:
-        header, descriptor = _receive(connection, LENGTH_BYTES)
-        request = json.loads(_receive(connection, int.from_bytes(header, "big"))[0])
+        request, descriptor = _receive(connection)
         call = getattr(client, request.pop("call"))
-        _reply(connection, call(descriptor, **request) if descriptor >= 0 else call(**request))
-
-
-def _reply(connection: socket.socket, value: object) -> None:
-    raw = json.dumps(value).encode()
-    connection.sendall(len(raw).to_bytes(LENGTH_BYTES, "big") + raw)
+        connection.sendall(packed(call(descriptor, **request) if descriptor >= 0 else call(**request)))
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ from support.worker import Worker, make_keys
 from kvserver._native import CpuDevice, HostRegion
 from kvserver.copy import Devices
 from kvserver.l2 import TierEnd, TierOutcome
+from kvserver.l2.base import State
 from kvserver.protocol import Clear, Cleared, Durability, ObjectGroup
 from kvserver.protocol.status import TierStatus
 from kvserver.server import Audit, spill
@@ -58,9 +59,12 @@ Make = Callable[..., contextlib.AbstractContextManager[Spilling]]
 
 
 @contextlib.contextmanager
-def spilling(parameters: str = "", l1_bytes: int = 8 * L1_BYTES, **worker: Any) -> Iterator[Spilling]:
+def spilling(
+    parameters: str = "", l1_bytes: int = 8 * L1_BYTES, state: State = "ready", **worker: Any
+) -> Iterator[Spilling]:
     region = HostRegion(l1_bytes)
     tier = PlainTier(region, PAGE_BYTES)
+    tier.state = state
     devices = Devices(CpuDevice(region, PAGE_BYTES, 1))
     with running_server(devices, l1_bytes, tiers=[tier.configured(parameters)]) as running:
         engine = Worker(running.endpoint, **worker)
@@ -267,6 +271,49 @@ def test_a_tier_that_may_only_be_read_gets_nothing() -> None:
         s.store(make_keys(3))
         wait_until(lambda: s.dropped() == {"not_writable": 3})
         assert not s.tier.began
+
+
+@pytest.mark.parametrize("state", ["opening", "unavailable"])
+def test_what_is_stored_before_a_tier_can_be_written_to_for_the_first_time_waits_for_it(state: State) -> None:
+    with spilling(state=state) as s:
+        keys = make_keys(20)
+        s.store(keys)
+        wait_until(lambda: s.status().queue_objects == len(keys))
+        s.tier.state = "ready"
+        s.written(len(keys))
+        assert s.keys() == keys
+        assert s.dropped() == {}
+        s.tier.state = "unavailable"
+        s.store(make_keys(3))
+        wait_until(lambda: s.dropped() == {"not_writable": 3})
+
+
+@pytest.mark.parametrize("state", ["closed", "read_only"])
+def test_what_waits_for_a_tier_that_opens_without_writing_is_dropped(state: State) -> None:
+    with spilling(state="opening") as s:
+        s.store(make_keys(20))
+        s.tier.state = state
+        wait_until(lambda: s.dropped() == {"not_writable": 20})
+        assert not s.tier.began
+
+
+def test_while_a_tier_opens_its_rules_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spill, "MOST_QUEUED", 10)
+    with spilling("&read_only=true", state="opening") as s:
+        s.store(make_keys(3))
+        wait_until(lambda: s.dropped() == {"not_writable": 3})
+    with spilling("&admit=reused", state="opening") as s:
+        s.store(make_keys(3))
+        assert s.status().queue_objects == 0
+    with spilling(state="opening") as s:
+        keys = make_keys(15)
+        s.store(keys)
+        wait_until(lambda: s.dropped() == {"queue_full": 5})
+        s.worker.ask(Clear(), Cleared)
+        s.tier.state = "ready"
+        wait_until(lambda: not s.status().queue_objects)
+        assert not s.tier.objects
+        assert s.audit() is Audit.BALANCED
 
 
 def test_a_write_limit_is_kept() -> None:
