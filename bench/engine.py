@@ -8,7 +8,7 @@ that the warm engine took the tokens from the daemon, else the run fails. The ce
 engine without connector with as many tokens in its own prefix cache.
 
 With --ends only these chunk sizes, and the first tokens of prompts that end everywhere in a chunk, beside the engine without
-connector that has computed the same prompt before.
+connector that has computed the same prompt before, and beside an engine whose connector copies nothing (`floor_connector.py`).
 
 With --peer-vllm-python (or KVSERVER_PEER_VLLM_PYTHON), an interpreter that has vLLM and LMCache both, the
 same prompts go to two engines with LMCache's multiprocess connector.
@@ -28,7 +28,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests/vllm")]
@@ -45,6 +45,10 @@ MODELS = {"4 x 256": {"layers": 4, "hidden": 256}, "12 x 1024": {"layers": 12, "
 WARM_UPS = 2  # prompts that do not count: what a process does only once is not to be measured
 
 
+FLOOR = {
+    "environ": {"PYTHONPATH": str(Path(__file__).parent)},
+    "transfer": {"kv_connector": "FloorConnector", "kv_connector_module_path": "floor_connector"},
+}
 PEER_STORE_SECONDS = 1.0  # its connector does not report when a store has ended
 
 
@@ -69,11 +73,27 @@ class Lane:
         return external, local
 
 
+class Took(NamedTuple):
+    """Milliseconds until the first token of one prompt."""
+
+    warm: float
+    again: float  # the warm engine, asked the same once more: it has the prompt itself then
+    own: float  # the engine without connector, which has computed the whole
+    floor: float  # with a connector that copies nothing
+
+
 class Bench:
     """The engines of one model, in turn. `options`: of all of them."""
 
     def __init__(
-        self, stack: ExitStack, model: Path, folder: Path, prompt_tokens: int, peer_python: str = "", **options: Any
+        self,
+        stack: ExitStack,
+        model: Path,
+        folder: Path,
+        prompt_tokens: int,
+        peer_python: str = "",
+        with_floor: bool = False,
+        **options: Any,
     ) -> None:
         self._tokens = prompt_tokens
         self._seeds = itertools.count()
@@ -84,6 +104,8 @@ class Bench:
         stack.callback(engines.close)
         started = {name: engines.get(name, **options) for name in ("cold", "warm")}
         started["none"] = engines.get("none", endpoint=None, **options)
+        if with_floor:
+            started["floor"] = engines.get("floor", **(options | FLOOR))
         if peer_python:
             options |= peer_options(stack.enter_context(Peer(peer_python)), peer_python)
             started |= {name: engines.get(name, **options) for name in ("peer cold", "peer warm")}
@@ -123,11 +145,10 @@ class Bench:
             found["peer warm"] = self._lanes["peer warm"].first_token(tokens, external=self._whole(CHUNK_TOKENS[0]))
         return found
 
-    def lengths(self, lengths: Sequence[int], chunk_tokens: int, block_tokens: int) -> list[tuple[float, float, float]]:
-        """(warm, again, own) for each so many first tokens of one fresh prompt, all of which were prompts before.
+    def lengths(self, lengths: Sequence[int], chunk_tokens: int, block_tokens: int) -> list[Took]:
+        """For each so many first tokens of one fresh prompt, all of which were prompts before.
 
-        `chunk_tokens`: what a hit is a multiple of. `again`: the warm engine, asked the same once more: it has the prompt itself
-        then. `own`: the engine without connector, which has computed the whole.
+        `chunk_tokens`: what a hit is a multiple of.
         """
         tokens = prompt(next(self._seeds), self._tokens)
         for name in ("none", "cold"):
@@ -142,13 +163,18 @@ class Bench:
             hit = min(length // chunk_tokens * chunk_tokens, length - 1)
             own = (length - 1) // block_tokens * block_tokens
             took: dict[str, float] = {}
-            for name in ("warm", "own") if length % 2 else ("own", "warm"):
+            lanes = ["own", "warm"] + ["floor"] * ("floor" in self._lanes)
+            for name in reversed(lanes) if length % 2 else lanes:
                 if name == "own":
                     took[name] = self._lanes["none"].first_token(tokens[:length], local=own)
-                else:
+                elif name == "warm":
                     took[name] = self._lanes["warm"].first_token(tokens[:length], external=hit)
                     took["again"] = self._lanes["warm"].first_token(tokens[:length], local=own)
-            found.append((took["warm"], took["again"], took["own"]))
+                else:
+                    self._lanes["floor"].engine.forget()
+                    external = min(length // block_tokens * block_tokens, length - 1)
+                    took[name] = self._lanes["floor"].first_token(tokens[:length], external=external)
+            found.append(Took(**took))
         return found
 
     def _whole(self, chunk_tokens: int) -> int:
@@ -231,23 +257,30 @@ def ends(sizes: list[int], rounds: int, models: list[str]) -> str:
     lengths = [PROMPT - 256 + n * step + 1 + dice.randrange(step) for n in range(ENDS - 1)] + [PROMPT]
     for name in models:
         with tempfile.TemporaryDirectory(prefix="kvserver-bench-") as folder, ExitStack() as stack:
-            bench = Bench(
-                stack, tiny_models.llama(Path(folder, "model"), **MODELS[name]), Path(folder), PROMPT, extra=TIMEOUTS
-            )
+            model = tiny_models.llama(Path(folder, "model"), **MODELS[name])
+            bench = Bench(stack, model, Path(folder), PROMPT, with_floor=True, extra=TIMEOUTS)
             for size, tails in itertools.product(sizes, ("off", "on")):
                 if tails == "on" and size == BLOCK:
                     continue
                 bench.use_chunks_of(size, tails)
                 found_by = BLOCK if tails == "on" else size
                 bench.lengths(lengths[:2], found_by, BLOCK)  # does not count
-                found = list(zip(*(bench.lengths(lengths, found_by, BLOCK) for _ in range(rounds)), strict=True))
-                ratios = [statistics.median([warm / own for warm, _, own in end]) for end in found]
-                same = [statistics.median([warm / again for warm, again, _ in end]) for end in found]
+                by_end = list(zip(*(bench.lengths(lengths, found_by, BLOCK) for _ in range(rounds)), strict=True))
+
+                def ms(lane: str, by_end: list[tuple[Took, ...]] = by_end) -> float:
+                    return statistics.median(getattr(took, lane) for end in by_end for took in end)
+
+                def ratios(lane: str, beside: str, by_end: list[tuple[Took, ...]] = by_end) -> list[float]:
+                    """One for each length."""
+                    return [statistics.median(getattr(t, lane) / getattr(t, beside) for t in end) for end in by_end]
+
+                same, own = ratios("warm", "again"), ratios("warm", "own")
                 rest = [length - min(length // found_by * found_by, length - 1) for length in lengths]
                 rows.append([
-                    name, size, tails, sum(rest) / len(rest), *(statistics.median([took[i] for end in found for took in end]) for i in range(3)),
-                    statistics.median(same), max(same), statistics.median(ratios), max(ratios),
-                    f"{sum(ratio <= 1.1 for ratio in same)}, {sum(ratio <= 1.1 for ratio in ratios)} of {len(ratios)}",
+                    name, size, tails, sum(rest) / len(rest), *map(ms, ("warm", "again", "own", "floor")),
+                    statistics.median(same), max(same), statistics.median(own), max(own),
+                    f"{sum(ratio <= 1.1 for ratio in same)}, {sum(ratio <= 1.1 for ratio in own)} of {len(own)}",
+                    statistics.median(ratios("floor", "own")), statistics.median(ratios("warm", "floor")),
                 ])  # fmt: skip
     return table(
         [
@@ -258,11 +291,14 @@ def ends(sizes: list[int], rounds: int, models: list[str]) -> str:
             "warm ms",
             "again ms",
             "own ms",
+            "floor ms",
             "warm/again",
             "worst end",
             "warm/own",
             "worst end",
             "ends <= 1.1",
+            "floor/own",
+            "warm/floor",
         ],
         rows,
     )

@@ -30,6 +30,11 @@ class Copy:
         assert self.session.words is not None
         return self.session.words.state(self.word)
 
+    def wait(self, seconds: float) -> None:
+        """Wait until the server no longer reads or writes for it, `seconds` at most. The server may still write afterwards."""
+        assert self.session.words is not None
+        self.session.words.wait(self.word, seconds)
+
     def move(self, from_: State, to: State) -> bool:
         assert self.session.words is not None
         return self.session.words.move(self.word, self.spec.copy_id, from_, to)

@@ -173,20 +173,26 @@ class WorkerHalf:
             return
         with self._faults.guarded("receiving answers"):
             self._usable()
-            self._receive()
             if idle:
                 self._wait_idle()
+            self._receive()
         now = time.monotonic()
         for copy in list(self._copies.values()):
             with self._faults.guarded(f"looking at a {copy.spec.kind}"):
                 self._look(copy, now)
 
     def _wait_idle(self) -> None:
+        """Wait for the oldest load by its state word, which the copying thread moves: its reply takes longer. Without a load, for an answer."""
+        open_copies = [copy for copy in self._copies.values() if copy.open]
         if self._session is None or self._link is None or self._link.breaker.open:
             time.sleep(_IDLE_WAIT_SECONDS)  # only deadlines are left to wait for
-        elif any(copy.open for copy in self._copies.values()):
+        elif loads := [copy for copy in open_copies if isinstance(copy.spec, LoadSpec)]:
+            deadline = time.monotonic() + _IDLE_WAIT_SECONDS
+            for copy in loads:
+                if copy.spec.request_id == loads[0].spec.request_id:
+                    copy.wait(deadline - time.monotonic())
+        elif open_copies:
             self._send_queue.wait(_IDLE_WAIT_SECONDS)
-            self._receive()
 
     def _look(self, copy: Copy, now: float) -> None:
         """Report the copy's end if it has ended; cancel it if it is late, and look again."""

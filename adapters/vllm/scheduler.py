@@ -189,7 +189,8 @@ class SchedulerHalf:
         self._guarded("resets", self._follow_resets)
         self._guarded("answers", self._dispatcher.receive)
         self._lookups.next_pass()
-        if self._lookups.fills and not output.total_num_scheduled_tokens:
+        idle = not output.total_num_scheduled_tokens
+        if self._lookups.fills and idle:
             self._guarded("a wait for fills", self._dispatcher.wait, _IDLE_WAIT_SECONDS)
         may_store = self._may_store()
         prompt_tokens = 0
@@ -200,7 +201,8 @@ class SchedulerHalf:
                 self._guarded("stores of a request", self._stores.plan, state, output, computed)
                 self._guarded("the next state", self._want_state, state, computed)
         self._guarded("blocks that only stores keep", self._bound_pins)
-        self._guarded("reports of blocks", self._notices.send_blocks)
+        if not (idle and self._plan.loads):  # loads that alone are waited for go first; the next pass sends the records
+            self._guarded("reports of blocks", self._notices.send_blocks)
         self._guarded("introduction", self._introduction.send)
         self._guarded("question for events", self._announcer.request_events)
         self._guarded("prefill speed", self._speed.planned, prompt_tokens)

@@ -2,19 +2,53 @@
 #include "copy/state_word.h"
 
 #include <fcntl.h>
+#include <linux/futex.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
+#include <bit>
 #include <cerrno>
+#include <climits>
+#include <ctime>
 #include <stdexcept>
 #include <system_error>
 
+#include "copy/threads.h"
+
 namespace kvserver {
+
+namespace {
+
+// The kernel compares 32 bits: the state, and the last bits of the sequence.
+long futex(const Word& word, int operation, uint32_t value, const timespec* until) {
+    static_assert(std::endian::native == std::endian::little);
+    return syscall(SYS_futex, &word, operation, value, until, nullptr, FUTEX_BITSET_MATCH_ANY);
+}
+
+bool is_over(State state) { return state != State::kPending && state != State::kRunning; }
+
+}  // namespace
 
 bool move_word(Word& word, uint64_t sequence, State from, State to) {
     uint64_t expected = make_word(sequence, from);
-    return word.compare_exchange_strong(expected, make_word(sequence, to),
-                                        std::memory_order_acq_rel);
+    if (!word.compare_exchange_strong(expected, make_word(sequence, to), std::memory_order_acq_rel))
+        return false;
+    if (is_over(to)) futex(word, FUTEX_WAKE, INT_MAX, nullptr);
+    return true;
+}
+
+bool wait_word(const Word& word, uint64_t nanos) {
+    const uint64_t end = monotonic_nanos() + nanos;
+    const timespec until{static_cast<time_t>(end / 1'000'000'000),
+                         static_cast<long>(end % 1'000'000'000)};
+    for (;;) {
+        const uint64_t now = word.load(std::memory_order_acquire);
+        if (is_over(static_cast<State>(now & 0xff))) return true;
+        if (futex(word, FUTEX_WAIT_BITSET, static_cast<uint32_t>(now), &until) != 0 &&
+            errno != EAGAIN && errno != EINTR)
+            return false;
+    }
 }
 
 void WordMapping::map() {

@@ -29,7 +29,13 @@ constexpr uint64_t make_word(uint64_t sequence, State state) {
     return sequence << 8 | static_cast<uint64_t>(state);
 }
 
+// A move to a state in which the operation is over wakes the threads in wait_word(), of any
+// process.
 bool move_word(Word& word, uint64_t sequence, State from, State to);
+
+// Waits until the operation is over or the worker has cancelled it, `nanos` at most. Whether it is.
+// The server may still write afterwards if it is not: the wait ends nothing.
+bool wait_word(const Word& word, uint64_t nanos);
 
 // A page of state words. They are read without a guard, so it must be sealed against shrinking.
 class WordMapping final : public FileMapping {

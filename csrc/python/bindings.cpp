@@ -8,6 +8,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 
@@ -215,7 +216,15 @@ NB_MODULE(_native, m) {
             [](WordPage& page, uint64_t index, uint64_t sequence, State from, State to) {
                 return move_word(page.at(index), sequence, from, to);
             },
-            "index"_a, "sequence"_a, "from_"_a, "to"_a);
+            "index"_a, "sequence"_a, "from_"_a, "to"_a)
+        .def(
+            "wait",
+            [](WordPage& page, uint64_t index, double seconds) {
+                return wait_word(page.at(index),
+                                 static_cast<uint64_t>(std::max(0.0, seconds) * 1e9));
+            },
+            "index"_a, "seconds"_a, nb::call_guard<nb::gil_scoped_release>(),
+            "Wait until the operation is over, `seconds` at most. Whether it is.");
     nb::class_<Device>(m, "Device")
         .def_prop_ro("completion_fd", &Device::completion_fd)
         .def_prop_ro("lost", &Device::lost)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
 import torch
+from kvserver.adapters.common.copies import Copy
 from kvserver.adapters.common.hazards import Quarantine
+from kvserver.adapters.common.send_queue import DirectSendQueue
 from kvserver.adapters.common.specs import LoadSpec, StoreSpec
 from kvserver.adapters.common.steps import StepPlan, StepReport
 from kvserver.adapters.vllm import KVServerConnector
@@ -52,6 +55,33 @@ def test_stores_in_a_new_session_have_words_of_their_own(make_daemon, make_engin
     assert all(answer.right for answer in answers)
     for tokens in prompts:
         assert make_engine(daemon).generate("warm", tokens).external == 2 * CHUNK
+
+
+def test_an_idle_step_waits_for_the_oldest_load_by_its_state_words(make_daemon, make_engine, monkeypatch):
+    """All copies of it, a millisecond at most together; a reply takes longer."""
+    waits: list[list[float]] = []  # seconds, by step
+    replies: list[float] = []
+    wait: Callable[[Copy, float], None] = Copy.wait
+
+    def recorded(copy: Copy, seconds: float) -> None:
+        waits[-1].append(seconds)
+        wait(copy, seconds)
+
+    daemon = make_daemon(tails="on")
+    tokens = prompt(1, 2 * CHUNK + 2 * BLOCK + 5)
+    make_engine(daemon).generate("cold", tokens)
+    engine = make_engine(daemon)
+    monkeypatch.setattr(Copy, "wait", recorded)
+    monkeypatch.setattr(DirectSendQueue, "wait", lambda queue, seconds: replies.append(seconds))
+    engine.after_step = lambda plan: waits.append([])
+    waits.append([])
+    answer = engine.add("warm", tokens)
+    engine.run(until=lambda: answer.finish_reason is not None)
+    assert answer.right
+    assert answer.external == 2 * CHUNK + 2 * BLOCK
+    assert max(len(step) for step in waits) == 2, "one of chunks, one of single blocks"
+    assert max(seconds for step in waits for seconds in step) <= 0.001
+    assert not replies
 
 
 def test_quarantine_ends_with_the_last_ranks_word():

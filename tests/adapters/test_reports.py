@@ -140,6 +140,21 @@ def test_a_pass_sends_one_report_at_most(make_daemon, make_engine, make_tap):
     engine.run()
 
 
+def test_a_load_that_alone_is_waited_for_goes_before_the_report_of_its_blocks(make_daemon, make_engine, make_tap):
+    daemon = make_daemon()
+    make_engine(daemon).generate("cold", prompt(1, 3 * CHUNK + 5))
+    tap = make_tap(daemon)
+    engine = make_engine(tap.endpoint)
+    engine.step()
+    delivered(tap, engine)
+    before = len(tap.received)
+    assert engine.generate("warm", prompt(1, 3 * CHUNK + 5)).external == 3 * CHUNK
+    sent = [
+        type(m) for m in delivered(tap, engine).received[before:] if isinstance(m, (Retrieve, ReportBlockAllocations))
+    ]
+    assert sent[:2] == [Retrieve, ReportBlockAllocations]
+
+
 def test_two_engines_of_one_daemon_are_distinguished(make_daemon, make_engine, make_tap):
     daemon = make_daemon()
     tap = make_tap(daemon)

@@ -172,6 +172,11 @@ MUTANTS = (
         ("adapters/test_failures.py::test_a_load_that_is_refused_is_over_at_once",),
     ),
     Mutant(
+        "an idle step waits for a load's reply",
+        WORKER, "WorkerHalf._wait_idle", "[copy for copy in open_copies if isinstance(copy.spec, LoadSpec)]", "[]",
+        ("adapters/test_ends_of_copies.py::test_an_idle_step_waits_for_the_oldest_load_by_its_state_words",),
+    ),
+    Mutant(
         "a finished load is reported twice",
         WORKER, "WorkerHalf.take_finished", "self._finished, self._failed = set(), set()", "pass",
         ("adapters/test_hazards.py",),

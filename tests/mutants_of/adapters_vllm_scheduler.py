@@ -124,6 +124,11 @@ MUTANTS = (
     ),
     # ---- scheduler.py -------------------------------------------------------------------------------
     Mutant(
+        "the report of a load's blocks goes before the load",
+        SCHEDULER, "SchedulerHalf.plan_step", "if not (idle and self._plan.loads):", "if True:",
+        ("adapters/test_reports.py::test_a_load_that_alone_is_waited_for_goes_before_the_report_of_its_blocks",),
+    ),
+    Mutant(
         "what was computed upon a session's blocks is stored",
         SCHEDULER, "SchedulerHalf.new_request", "self._stale_hashes = True", "pass", (SESSIONS,),
     ),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
+import time
 
 import pytest
 
@@ -52,6 +54,44 @@ def test_a_word_is_armed_anew_whatever_became_of_the_last_operation() -> None:
         assert page.state(0) == PENDING
         assert not page.move(0, sequence, PENDING, RUNNING)
         assert page.move(0, sequence + 1, PENDING, RUNNING)
+
+
+@pytest.mark.parametrize("state", [DONE, FAILED, CANCELLED])
+def test_a_move_that_ends_an_operation_ends_the_wait_for_it(state: State) -> None:
+    page = WordPage(8)
+    bring_to(page, 3, 7, RUNNING)
+    ended: list[bool] = []
+    waiting = threading.Thread(target=lambda: ended.append(page.wait(3, 60)))
+    waiting.start()
+    time.sleep(0.05)
+    assert page.move(3, 7, RUNNING, state)
+    waiting.join(30)
+    assert ended == [True]
+
+
+def test_the_end_of_a_copy_ends_the_wait_for_it() -> None:
+    device = Device(delay_micros=50_000)
+    l0 = L0(device, flat(4, 64))
+    ticket = device.submit_with_word(Direction.LOAD, l0, ONE, index=9, sequence=3)
+    assert l0.words.wait(9, 60)
+    assert l0.words.state(9) == DONE
+    assert device.wait(ticket).outcome == Outcome.DONE
+
+
+def test_a_wait_ends_with_its_time_and_a_word_that_is_over_is_not_waited_for() -> None:
+    page = WordPage(1)
+    page.arm(0, 1)
+    began = time.monotonic()
+    assert not page.wait(0, 0.05)
+    assert not page.wait(0, -1.0)
+    assert time.monotonic() - began >= 0.05
+    assert page.move(0, 1, PENDING, RUNNING)
+    assert not page.wait(0, 0.001)
+    for state in (IDLE, DONE, FAILED, CANCELLED, CANCELLING):
+        bring_to(page, 0, 2, state)
+        assert page.wait(0, 60)
+    with pytest.raises(IndexError):
+        page.wait(1, 60)
 
 
 @pytest.mark.parametrize("index", [8, 9, 1 << 32, 1 << 61, (1 << 64) - 1])
