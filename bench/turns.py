@@ -99,9 +99,9 @@ def one_evicts_nearly_all(loop: Loop) -> None:
 
 
 def all_spared(loop: Loop) -> None:
-    """The second store of another model finds nothing but the first model's share, and its own chunk behind it."""
-    assert loop.store(loop.cache.pool.pages // 10).no_space == 0
-    assert loop.store().no_space == 0
+    """The last store of another model finds nothing but the first model's share, and its own chunks behind it."""
+    for _ in range(loop.cache.pool.pages // 10 + 1):
+        assert loop.store().no_space == 0
     assert loop.cache.index.models["quiet"].pages == loop.cache.pool.pages * 9 // 10
 
 

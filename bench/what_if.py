@@ -5,13 +5,15 @@
 Each row is one workload whose distinct objects are about `--objects`, L1 has room for a sixteenth of them. Prompts are *documents*
 (a quarter new ones, else beginnings of known ones, popularity 1/rank), *far* (whole documents, all equally popular) or *chat*
 (conversations that grow). *hot*: behind 32 chunks that all prompts share. Objects of documents and far are a page, of chat three; *2
-models*: every second document has objects of 7 pages, the others of 2. Columns: hit rate in L1 by the reference; errors in points at
+models*: every second document has objects of 7 pages, the others of 2. *hybrid*: a window of two chunks (a page each) and a state
+(6 pages) at prompts' ends, where full attention's hit ended, and every 64 chunks; *all boundaries*: at every chunk, a state of 2 pages. Columns: hit rate in L1 by the reference; errors in points at
 the sizes 0.25 to 8 and unlimited; the 90th percentile of these seven, which is the largest; share of older chunks that is sampled
 in the end; MiB of the table; microseconds a chunk of a prompt in the event thread. `--trace`: prompts of a Mooncake trace instead,
 with an L1 of 1/256 to 1/4 of its blocks.
 
-`--cost`: what the curve adds to a lookup of 512 chunks, all hit, and its request's end. First of two real daemons in turn, one with
-the curve and one without: p50 and p99 of lookups one after the other, and the CPU time of the loop and of all other threads for each.
+`--cost`: what the curve adds to a lookup of 512 chunks, all hit, and its request's end. First of real daemons in turn, one with
+the curve and one without: p50 and p99 of lookups one after the other, and the CPU time of the loop and of all other threads for each; of
+a third one the CPU time of the event thread in the curve itself, the stores of its 200 prompts included.
 Then the parts alone, beside the same lookup in a cache without a daemon (medians): on the loop (a longer event), in the event
 thread with the interpreter's lock, and in the event thread in all.
 """
@@ -35,23 +37,44 @@ from typing import NamedTuple
 from common import median, percentile, table
 from rig import BenchDaemon, BenchWorker
 
-from kvserver.cache import Cache, LookupOutcome, one_group
+from kvserver.cache import Cache, Groups, LookupOutcome, one_group
 from kvserver.cache.eviction import LeastRecentlyUsed
 from kvserver.cache.pages import PagePool
-from kvserver.events import ChunksStored, LookupEnded, RequestEnded
-from kvserver.protocol import KEY_BYTES
+from kvserver.events import ChunksStored, Event, LookupEnded, NamespaceFormed, RequestEnded
+from kvserver.protocol import KEY_BYTES, ObjectGroup
 from kvserver.telemetry import WhatIfCurve
 from kvserver.telemetry.what_if import SIZES
 
 PAGE, CHUNK_TOKENS, HOT, LONGEST = 4096, 256, 32, 128
 MiB = 1 << 20
-Prompts = Iterator["array[int]"]  # numbers of objects
+L1 = SIZES.index(1)
+Prompts = Iterator["array[int]"]  # numbers of chunks
+
+
+class Hybrid(NamedTuple):
+    """A model with a window and a state beside full attention, and where they are stored. Chunks and pages; no window: no hybrid."""
+
+    window: int = 0
+    window_pages: int = 0
+    state_pages: int = 0
+    interval: int = 1 << 30
+
+    @property
+    def groups(self) -> tuple[ObjectGroup, ...]:
+        full = ObjectGroup("full", (0,), CHUNK_TOKENS)
+        if not self.window:
+            return (full,)
+        window = ObjectGroup("window", (1,), CHUNK_TOKENS, tokens=(self.window - 1) * CHUNK_TOKENS + 2)
+        return full, window, ObjectGroup("state", (2,), CHUNK_TOKENS)
+
+
+PLAIN = Hybrid()
 
 
 class Reference:
     """Exact caches of all sizes: bench/native/cache_sizes.cpp."""
 
-    def __init__(self, l1_pages: int, pages: array[int], policy: str) -> None:
+    def __init__(self, l1_pages: int, pages: array[int], policy: str, hybrid: Hybrid) -> None:
         with tempfile.TemporaryDirectory() as folder:
             library = Path(folder) / "cache_sizes.so"
             source = Path(__file__).parent / "native" / "cache_sizes.cpp"
@@ -62,6 +85,7 @@ class Reference:
         self._pages, sizes = pages, [int(size * l1_pages) for size in SIZES] + [1 << 60]
         self._sizes = (ctypes.c_uint64 * len(sizes))(*sizes)
         self._hits = (ctypes.c_uint64 * len(sizes))()
+        self._interval, self._stored = ctypes.c_size_t(hybrid.interval), array("B", bytes(HOT + LONGEST))
         self._caches = ctypes.c_void_p(
             self._calls.make_caches(
                 self._sizes,
@@ -69,12 +93,18 @@ class Reference:
                 _address(pages),
                 ctypes.c_size_t(len(pages)),
                 ctypes.c_bool(policy == "slru"),
+                *map(ctypes.c_uint32, hybrid[:3]),
             )
         )
 
-    def serve(self, prompt: array[int]) -> list[int]:
-        self._calls.serve(self._caches, _address(prompt), ctypes.c_size_t(len(prompt)), self._hits)
-        return list(self._hits)
+    def serve(self, prompt: array[int]) -> tuple[list[int], array[int]]:
+        """Where the hit ends, by size; for each chunk a bit for each object that L1 stored."""
+        count, stored = ctypes.c_size_t(len(prompt)), self._stored
+        if len(stored) < len(prompt):
+            stored.frombytes(bytes(len(prompt)))
+        arguments = count, self._interval, self._hits, ctypes.c_size_t(L1), _address(stored)
+        self._calls.serve(self._caches, _address(prompt), *arguments)
+        return list(self._hits), stored[: len(prompt)]
 
     @property
     def objects(self) -> int:
@@ -177,26 +207,34 @@ class Measured(NamedTuple):
         ]
 
 
-def measure(prompts: Prompts, pages: array[int], l1_pages: int, policy: str) -> Measured:
+def measure(prompts: Prompts, pages: array[int], l1_pages: int, policy: str, hybrid: Hybrid = PLAIN) -> Measured:
     """The curve gets the events of an L1 that is the reference's."""
-    reference, curve = Reference(l1_pages, pages, policy), WhatIfCurve(l1_pages, PAGE, policy)
+    reference, curve = Reference(l1_pages, pages, policy, hybrid), WhatIfCurve(l1_pages, PAGE, policy)
     true, looked_up, seconds = [0] * (len(SIZES) + 1), 0, 0.0
+    groups = Groups(hybrid.groups, 1, CHUNK_TOKENS).objects
+    spec = type("Spec", (), {"object_groups": hybrid.groups, "chunk_tokens": CHUNK_TOKENS})
+    curve.handle(NamespaceFormed(0, "i", "m", b"", (spec,)))  # type: ignore[arg-type]
     for number, prompt in enumerate(prompts):
-        hits = reference.serve(prompt)
+        hits, stored = reference.serve(prompt)
         true = [a + b for a, b in zip(true, hits, strict=True)]
         looked_up += len(prompt)
-        found, of_model = hits[SIZES.index(1)], pages[prompt[-1]]
+        found, of_model = hits[L1], pages[prompt[-1]]
         namespace = b"%d" % of_model
         words = array("Q", bytes(KEY_BYTES * len(prompt)))
         words[:: KEY_BYTES // 8] = array("Q", prompt)
         keys = words.tobytes()
-        stored = keys[found * KEY_BYTES :]
         now, outcome = number * 1_000_000, LookupOutcome(len(prompt), found)
+        events: list[Event] = [LookupEnded(now, "i", "m", "r", 0, keys, outcome, CHUNK_TOKENS, namespace)]
+        for place, (group, each) in enumerate(zip(groups, (of_model, *hybrid[1:3]), strict=False)):
+            ready = b"".join(
+                [keys[at * KEY_BYTES : (at + 1) * KEY_BYTES] for at, bits in enumerate(stored) if bits >> place & 1]
+            )
+            if ready:
+                events.append(ChunksStored(now, "i", "m", namespace, ready, group, each))
+        events.append(RequestEnded(now, "i", "m", "r"))
         began = time.perf_counter()
-        curve.handle(LookupEnded(now, "i", "m", "r", 0, keys, outcome, CHUNK_TOKENS, namespace))
-        if stored:
-            curve.handle(ChunksStored(now, "i", "m", namespace, stored, pages=of_model))
-        curve.handle(RequestEnded(now, "i", "m", "r"))
+        for event in events:
+            curve.handle(event)
         seconds += time.perf_counter() - began
     objects = reference.objects
     reference.close()
@@ -222,11 +260,17 @@ WORKLOADS = {
     "chat": (chat, False, (3,)),
     "chat, hot": (chat, True, (3,)),
 }
+HYBRIDS = {
+    "documents, hybrid": (documents, True, (2,), Hybrid(2, 1, 6, 64)),
+    "far, hybrid": (far, True, (2,), Hybrid(2, 1, 6, 64)),
+    "chat, hybrid": (chat, True, (2,), Hybrid(2, 1, 6, 64)),
+    "documents, all boundaries": (documents, True, (2,), Hybrid(2, 1, 2, 1)),
+}
 
 
 def synthetic(name: str, objects: int, policy: str, part: int = 16) -> Measured:
     """L1 has space for a `part`-th of the objects."""
-    workload, hot, models = WORKLOADS[name]
+    workload, hot, models, *hybrid = (WORKLOADS | HYBRIDS)[name]
     # A document and what is before it are of one model: what all share is the first one's.
     pages = array("I", [models[0]]) * (HOT + LONGEST * (objects // (50 if objects >= 10_000 else 4) + 100))
     prompts = workload(objects, hot, random.Random(objects))
@@ -235,7 +279,7 @@ def synthetic(name: str, objects: int, policy: str, part: int = 16) -> Measured:
             pages[first : first + LONGEST] = array("I", [models[1]]) * LONGEST
         prompts = (prompt if pages[prompt[-1]] == models[0] else prompt[HOT:] for prompt in prompts)
     average = sum(models) / len(models)
-    return measure(prompts, pages, int(objects * average) // part, policy)
+    return measure(prompts, pages, int(objects * average) // part, policy, *hybrid)
 
 
 # ---- cost ---------------------------------------------------------------------------------------
@@ -245,6 +289,22 @@ WITHOUT = """
 import sys
 from kvserver.telemetry import WhatIfCurve
 WhatIfCurve.handle = lambda self, event: None
+from kvserver.__main__ import main
+sys.exit(main())
+"""
+
+TIMED = """
+import atexit, sys, time
+from kvserver.telemetry import WhatIfCurve
+handle, clock, sums = WhatIfCurve.handle, time.thread_time_ns, [0, 0]
+def timed(self, event):
+    first = clock()
+    began = clock()
+    handle(self, event)
+    sums[0] += clock() - began
+    sums[1] += began - first
+WhatIfCurve.handle = timed
+atexit.register(lambda: print(*sums, file=open(%r, "w")))
 from kvserver.__main__ import main
 sys.exit(main())
 """
@@ -292,16 +352,23 @@ class LookedUp:
 
 
 def cost_in_a_daemon() -> None:
-    servers = LookedUp(), LookedUp((sys.executable, "-c", WITHOUT))
-    for _ in range(ROUNDS):
+    """The curve's own time is the CPU time of its thread while it handles events, less that of reading the clock."""
+    with tempfile.NamedTemporaryFile("r") as found:
+        timed = (sys.executable, "-c", TIMED % found.name)
+        servers = LookedUp(), LookedUp((sys.executable, "-c", WITHOUT)), LookedUp(timed)
+        for _ in range(ROUNDS):
+            for server in servers:
+                server.round()
         for server in servers:
-            server.round()
-    ours, without = (server.shown() for server in servers)
+            server.close()
+        own, clock = (float(nanos) / 1e3 / ROUNDS / LOOKUPS_A_ROUND for nanos in found.read().split())
+    ours, without, _ = (server.shown() for server in servers)
     rows = [("with the curve", *ours), ("without", *without)]
     rows.append(("ratio", *(a / b for a, b in zip(ours, without, strict=True))))
     print(table(("a lookup of 512 chunks, us", "p50", "p99", "CPU of the loop", "of other threads"), rows))
-    for server in servers:
-        server.close()
+    print(
+        f"the curve in the event thread: {own - clock:.1f} us of CPU, {100 * (own - clock) / without[0]:.1f}% of p50 without it"
+    )
 
 
 class NoTable:
@@ -387,7 +454,7 @@ def main() -> None:
             for part in (256, 64, 16, 4)
         ]
     for objects in () if arguments.trace else arguments.objects:
-        for name in WORKLOADS:
+        for name in WORKLOADS | HYBRIDS:
             rows.append((name, *synthetic(name, objects, arguments.policy).cells()))
             print(" | ".join(rows[-1]), flush=True)
     print(table(("workload", *HEAD), rows))

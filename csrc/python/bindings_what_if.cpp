@@ -21,6 +21,16 @@ namespace {
 // The caller's reference keeps the bytes while the GIL is released.
 std::string_view view(const nb::bytes& raw) { return {raw.c_str(), raw.size()}; }
 
+// A prompt of so many chunks is done before another thread could have taken the interpreter's lock.
+constexpr size_t kFew = 1024;
+
+template <typename Work>
+auto without_lock(std::string_view keys, Work work) {
+    if (keys.size() <= kFew * WhatIf::kKeyBytes) return work();
+    const nb::gil_scoped_release released;
+    return work();
+}
+
 using Need = std::tuple<uint16_t, uint32_t, uint32_t>;
 
 HitRules to_rules(uint16_t full, uint32_t chunk_tokens, const std::vector<Need>& others,
@@ -44,10 +54,11 @@ void bind_what_if(nb::module_& m) {
             [](WhatIf& table, uint64_t salt, const nb::bytes& keys, const HitRules& rules,
                double chunk_tokens) {
                 const std::string_view raw = view(keys);
-                const nb::gil_scoped_release released;
-                const WhatIf::Hits hits = table.lookup(salt, raw, rules);
-                table.count(hits, chunk_tokens);
-                return hits;
+                return without_lock(raw, [&] {
+                    const WhatIf::Hits hits = table.lookup(salt, raw, rules);
+                    table.count(hits, chunk_tokens);
+                    return hits;
+                });
             },
             "salt"_a, "keys"_a, "rules"_a, "chunk_tokens"_a)
         .def(
@@ -64,16 +75,14 @@ void bind_what_if(nb::module_& m) {
             [](WhatIf& table, uint64_t salt, const nb::bytes& keys, const HitRules& rules,
                const WhatIf::Hits& hits, size_t found, uint32_t pages) {
                 const std::string_view raw = view(keys);
-                const nb::gil_scoped_release released;
-                table.use(salt, raw, rules, hits, found, pages);
+                without_lock(raw, [&] { table.use(salt, raw, rules, hits, found, pages); });
             },
             "salt"_a, "keys"_a, "rules"_a, "hits"_a, "found"_a, "pages"_a)
         .def(
             "add",
             [](WhatIf& table, uint64_t salt, const nb::bytes& keys, uint16_t bit, uint32_t pages) {
                 const std::string_view raw = view(keys);
-                const nb::gil_scoped_release released;
-                table.add(salt, raw, bit, pages);
+                without_lock(raw, [&] { table.add(salt, raw, bit, pages); });
             },
             "salt"_a, "keys"_a, "bit"_a, "pages"_a)
         .def(

@@ -1,4 +1,4 @@
-// Lookups and uses: what is listed, and which sizes have it. What they evict: what_if_evict.cpp.
+// Lookups: what is listed, and which sizes have it.
 #include "tables/what_if.h"
 
 #include <algorithm>
@@ -12,8 +12,6 @@ namespace kvserver {
 
 namespace {
 
-constexpr uint8_t kAllSizes = (1 << WhatIf::kSizes) - 1;
-constexpr uint8_t kOnlyUnlimited = 1 << WhatIf::kUnlimited;
 constexpr uint16_t kAnyGroup = 0xffff;
 
 uint64_t fold_key(uint64_t seed, const char* key) {
@@ -43,7 +41,10 @@ void WhatIf::clear() {
     now_ = begin_ = 1;
     size_ = 0;
     std::vector<Slot>(kFirstSlots).swap(slots_);
-    std::vector<Entry>(kFirstSlots / 2 * 3).swap(entries_);
+    std::vector<Entry>(entries_of(kFirstSlots)).swap(entries_);
+    std::vector<uint16_t>(entries_of(kFirstSlots)).swap(strip_of_);
+    std::vector<Strip>(strips_of(kFirstSlots)).swap(strips_);
+    renumber();
 }
 
 double WhatIf::sample_rate() const {
@@ -53,7 +54,8 @@ double WhatIf::sample_rate() const {
 size_t WhatIf::memory_bytes() const {
     size_t marks = 0;
     for (const Size& size : sizes_) marks += size.marks.size();
-    return slots_.size() * sizeof(Slot) + entries_.size() * sizeof(Entry) +
+    return slots_.size() * sizeof(Slot) + entries_.size() * (sizeof(Entry) + sizeof(uint16_t)) +
+           strips_.size() * sizeof(Strip) + empty_strips_.capacity() * sizeof(uint32_t) +
            stretches_.capacity() * sizeof(Stretch) + looked_.capacity() * sizeof(Looked) +
            marks * sizeof(Mark) + sizeof(*this);
 }
@@ -103,7 +105,7 @@ void WhatIf::count_distinct(uint64_t salt, std::string_view key) {
 size_t WhatIf::find(uint64_t hash) const {
     const size_t mask = slots_.size() - 1;
     size_t at = hash & mask;
-    while (slots_[at].used != 0 && slots_[at].hash != hash) at = (at + 1) & mask;
+    while (slots_[at].spot != 0 && slots_[at].hash != hash) at = (at + 1) & mask;
     return at;
 }
 
@@ -170,7 +172,7 @@ void WhatIf::look(uint64_t salt, const Keys& keys, const HitRules& rules, Hits& 
     size_t at = 0;
     while (at < keys.count) {
         const uint64_t hash = keys.hash(at);
-        const uint32_t time = slots_[find(hash)].used;
+        const uint32_t time = this->time(slots_[find(hash)]);
         if (time == 0) {
             if (hash < threshold_ && rules.full != 0) break;
             const uint8_t lacking = hash < threshold_ ? kAllSizes : (1 << exact_) - 1;
@@ -180,26 +182,25 @@ void WhatIf::look(uint64_t salt, const Keys& keys, const HitRules& rules, Hits& 
             continue;
         }
         const size_t end = at + stretch(keys, at, time, keys.count);
-        Entry state = 0;
-        Place where{0, 0, 0, 0};
-        uint8_t has = 0;
-        for (uint32_t used = time; at < end; ++at, --used) {
-            Entry& entry = entries_[used];
-            if (rules.distinct && (entry & kLooked) == 0) {
-                count_key(at);
-                entry |= kLooked;
-            }
-            if ((entry & kState) != state || used < where.floor) {
-                state = entry & kState;
-                where = place(used, entry);
-                has = where.has | kOnlyUnlimited;
-                if ((state >> kGroupsAt & rules.full) != rules.full) has = 0;
-            }
-            if (rules.full != 0 && (going & ~has) != 0) lack(at, ~has);
-            counted += (state & kWhole) != 0 ? 1 : 1 / sample_rate();
-            if (each) {
-                const uint8_t sizes = where.has | kOnlyUnlimited;
-                looked_.push_back({sizes, static_cast<uint16_t>(state >> kGroupsAt), counted});
+        for (uint32_t used = time; at < end;) {
+            const Entry state = entries_[used];
+            const Place where = place(used, state);
+            const uint8_t sizes = where.has | kOnlyUnlimited;
+            const auto groups = static_cast<uint16_t>(state >> kGroupsAt);
+            const bool full = (groups & rules.full) == rules.full;
+            if (rules.full != 0) lack(at, full ? ~sizes : kAllSizes);
+            const double each_counts = (state & kWhole) != 0 ? 1 : 1 / sample_rate();
+            for (; at < end && used >= where.floor; ++at, --used) {
+                Entry& entry = entries_[used];
+                if (((entry ^ state) & kState & ~kLooked) != 0) break;
+                if (rules.distinct && (entry & kLooked) == 0) {
+                    count_key(at);
+                    entry |= kLooked;
+                }
+                counted += each_counts;
+                if (each) {
+                    looked_.push_back({sizes, groups, counted});
+                }
             }
         }
     }
@@ -257,178 +258,6 @@ WhatIf::Place WhatIf::place(uint32_t time, Entry entry) const {
 
 uint8_t WhatIf::counted_in(Entry entry) const {
     return (entry & kSampledFlag) != 0 ? kOnlyUnlimited - 1 : (1 << exact_) - 1;
-}
-
-// ---- uses -----------------------------------------------------------------------------------
-
-void WhatIf::use(uint64_t salt, std::string_view raw, const HitRules& rules, const Hits& hits,
-                 size_t found, uint32_t pages) {
-    const Keys keys = keys_of(salt, raw);
-    const size_t listed = pages == 0 || rules.full == 0 ? 0 : std::min(found, keys.count);
-    const size_t hit = *std::ranges::max_element(hits.boundary);
-    begin_ = now_;
-    for (size_t end = std::min(keys.count, std::max(found, hit)); end > 0;) {
-        const size_t first = (end - 1) / kBlock * kBlock;
-        use_block(keys, first, end, hits, listed, listed != 0 ? rules.full : 0, pages);
-        end = first;
-    }
-}
-
-void WhatIf::add(uint64_t salt, std::string_view raw, uint16_t bit, uint32_t pages) {
-    const Keys keys = keys_of(salt, raw);
-    begin_ = now_;
-    for (size_t end = keys.count; end > 0;) {
-        const size_t first = (end - 1) / kBlock * kBlock;
-        use_block(keys, first, end, {}, keys.count, bit, std::max<uint32_t>(1, pages));
-        end = first;
-    }
-}
-
-void WhatIf::remove(uint64_t salt, std::string_view raw, uint16_t bit, uint32_t pages) {
-    const Keys keys = keys_of(salt, raw);
-    for (size_t at = 0; at < keys.count; ++at) {
-        const uint32_t time = time_of(keys, at);
-        Entry& entry = entries_[time];
-        if (time == 0 || (entry & Entry{bit} << kGroupsAt) == 0) continue;
-        const uint64_t fewer = std::min<uint64_t>(pages, (entry & kPages) - 1);
-        const uint8_t of = place(time, entry).has & counted_in(entry);
-        for (size_t size = 0; size < kUnlimited; ++size) {
-            if ((of >> size & 1) != 0) sizes_[size].pages -= fewer;
-        }
-        entry = (entry - fewer) & ~(Entry{bit} << kGroupsAt);
-    }
-}
-
-// Use the chunks [first, end) of a prompt, the first one last. Those before `listed` have the
-// groups `bits`, which need `pages`; of the others, and without bits, only what is listed is used.
-void WhatIf::use_block(const Keys& keys, size_t first, size_t end, const Hits& hits, size_t listed,
-                       uint16_t bits, uint32_t pages) {
-    reserve(end - first);
-    stretches_.clear();
-    for (size_t at = first; at < end;) {
-        const uint32_t time = time_of(keys, at);
-        const size_t length = time == 0 ? 1 : stretch(keys, at, time, end);
-        stretches_.push_back({static_cast<uint32_t>(at), static_cast<uint32_t>(length), time});
-        for (size_t i = 0; time != 0 && bits != 0 && i < length && at + i < listed; ++i) {
-            add_pages(time - static_cast<uint32_t>(i), bits, pages);
-        }
-        at += length;
-    }
-    if (protects_) returning(hits);
-    for (size_t i = stretches_.size(); i-- > 0;) {
-        const Stretch& stretch = stretches_[i];
-        if (stretch.time != 0) {
-            move(stretch, hits);
-        } else if (stretch.first < listed && bits != 0) {
-            list(keys.hash(stretch.first), bits, pages);
-        }
-    }
-    shrink();
-}
-
-void WhatIf::add_pages(uint32_t time, uint16_t bits, uint32_t pages) {
-    Entry& entry = entries_[time];
-    const Entry groups = Entry{bits} << kGroupsAt;
-    if (entry == 0 || (entry & groups) == groups) return;
-    const uint64_t more = std::min<uint64_t>(pages, kPages - (entry & kPages));
-    const uint8_t of = place(time, entry).has & counted_in(entry);
-    for (size_t size = 0; size < kUnlimited; ++size) {
-        if ((of >> size & 1) != 0) sizes_[size].pages += more;
-    }
-    entry = (entry + more) | groups;
-}
-
-// A prompt that is stored again soon after its eviction returns as one that is used: each size's
-// chunks behind its hit, up to the first one that is new to it.
-void WhatIf::returning(const Hits& hits) {
-    const Stretch& last = stretches_.back();
-    returning_.fill(last.first + last.length);
-    uint8_t going = kOnlyUnlimited - 1;
-    for (const Stretch& stretch : stretches_) {
-        Entry state = 0;
-        Place where;
-        for (uint32_t i = 0; i < stretch.length && going != 0; ++i) {
-            const uint32_t used = stretch.time - (stretch.time == 0 ? 0 : i);
-            const Entry entry = entries_[used];
-            if (i == 0 || (entry & kState) != state || used < where.floor) {
-                state = entry & kState;
-                where = stretch.time == 0 ? Place{} : place(used, entry);
-            }
-            for (uint8_t fresh = going & ~(where.has | where.knows); fresh != 0;
-                 fresh &= fresh - 1) {
-                const auto size = std::countr_zero(fresh);
-                if (stretch.first + i < hits.boundary[size]) continue;
-                returning_[size] = stretch.first + i;
-                going &= ~(1 << size);
-            }
-        }
-    }
-}
-
-// Its chunks become the youngest, the first one last. Those with an equal state in the same place
-// are counted together.
-void WhatIf::move(const Stretch& stretch, const Hits& hits) {
-    Entry state = 0, used = 0;
-    Place where;
-    uint32_t floor = 0;
-    uint64_t run = 0;
-    const auto before = [&](uint32_t at, const auto& bounds) {
-        uint8_t sizes = 0;
-        for (size_t size = 0; size < kUnlimited; ++size) {
-            if (at < bounds[size]) sizes |= 1 << size;
-            if (at >= bounds[size]) floor = std::max(floor, bounds[size]);
-        }
-        return sizes;
-    };
-    for (uint32_t i = stretch.length; i-- > 0;) {
-        const uint32_t time = stretch.time - i, at = stretch.first + i;
-        const Entry entry = entries_[time];
-        if (entry == 0) continue;  // twice in a prompt
-        if (run == 0 || (entry & kState) != state || time >= where.ceiling || at < floor) {
-            count_run(state, where, used, run);
-            run = 0;
-            state = entry & kState;
-            where = place(time, entry);
-            if (protects_) {
-                floor = 0;
-                const uint8_t back = before(at, returning_) & ~where.has;
-                used = Entry{uint8_t(where.keeps | before(at, hits.boundary) | back)} << kUsedAt &
-                       kUsed;
-            }
-        }
-        ++run;
-        entries_[time] = 0;
-        entries_[now_] = (entry & ~kUsed) | used | kWhole;
-        slots_[entry >> kSlotAt].used = now_++;
-    }
-    count_run(state, where, used, run);
-}
-
-// Chunks of an equal state were moved or listed from where they were, and have the bits `used` now.
-void WhatIf::count_run(Entry state, const Place& where, Entry used, uint64_t chunks) {
-    const auto bits = static_cast<uint8_t>(used >> kUsedAt);
-    const uint8_t of = chunks == 0 ? 0 : counted_in(state) & (~where.has | (bits & ~where.keeps));
-    for (uint8_t left = of; left != 0; left &= left - 1) {
-        const auto i = std::countr_zero(left);
-        Size& size = sizes_[i];
-        if ((where.has >> i & 1) == 0) {
-            size.chunks += chunks;
-            size.pages += chunks * (state & kPages);
-        }
-        if ((bits & ~where.keeps) >> i & 1) size.protected_chunks += chunks;
-    }
-}
-
-void WhatIf::list(uint64_t hash, uint16_t bits, uint32_t pages) {
-    const size_t at = find(hash);
-    if (slots_[at].used != 0) return;  // twice in a prompt
-    const Entry sampled = hash < threshold_ ? kSampledFlag : 0;
-    const Entry state =
-        std::min<uint64_t>(pages, kPages) | sampled | kWhole | Entry{bits} << kGroupsAt;
-    entries_[now_] = state | Entry{at} << kSlotAt;
-    slots_[at] = {hash, now_++};
-    ++size_;
-    count_run(state, {}, 0, 1);
 }
 
 }  // namespace kvserver

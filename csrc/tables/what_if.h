@@ -12,6 +12,9 @@
 // if the last chunk is where it would be had the first and it been used together, those between
 // are, too, and their keys are not read.
 //
+// They share strips of times, too: a slot has a spot in a strip, and where all chunks of a strip
+// are used again, its begin moves, and none of their slots, which lie anywhere in memory.
+//
 // All chunks are listed while they are at most 393,216. Of more, those that the exact sizes have or
 // remember as evicted, and the 65,536 used last; of others those whose hash is below a threshold,
 // which falls so that they are at most 131,072 after each thinning out: each represents 1 /
@@ -107,12 +110,18 @@ class WhatIf {
     static constexpr size_t kExact = 5 << 15, kRecent = 1 << 16, kSampled = 1 << 17;
     static constexpr uint64_t kHashBits = 44, kAll = uint64_t{1} << kHashBits;
     static constexpr size_t kRegisterBits = 12, kLeastRemembered = 32768;
-    static constexpr double kProtectedShare = 0.4;
+    static constexpr size_t kStrip = 32;
+    static constexpr uint8_t kAllSizes = (1 << kSizes) - 1, kOnlyUnlimited = 1 << kUnlimited;
 
-    // An empty slot has time 0.
+    // An empty slot has spot 0.
     struct Slot {
         uint64_t hash : kHashBits;
-        uint64_t used : 64 - kHashBits;  // the time of its last use: no two chunks have the same
+        uint64_t spot : 64 - kHashBits;  // its place in its strip, and kStrip times the strip
+    };
+    // The time of a chunk's last use, which no two chunks share, is its place behind `begin`. From
+    // the first to the last of the chunks that a strip has, no time is another strip's.
+    struct Strip {
+        uint32_t begin, chunks;
     };
     // A chunk at its time: pages (none: no chunk), a bit for each size where a use found it, flags,
     // groups, and the place of its slot.
@@ -163,7 +172,12 @@ class WhatIf {
     Keys keys_of(uint64_t salt, std::string_view raw) const;
     void count_distinct(uint64_t salt, std::string_view key);
     size_t find(uint64_t hash) const;  // its slot, or the empty one where it would be
-    uint32_t time_of(const Keys& keys, size_t at) const { return slots_[find(keys.hash(at))].used; }
+    uint32_t time(const Slot& slot) const {
+        return strips_[slot.spot / kStrip].begin + static_cast<uint32_t>(slot.spot % kStrip);
+    }
+    uint32_t time_of(const Keys& keys, size_t at) const {
+        return time(slots_[find(keys.hash(at))]);
+    }
     size_t stretch(const Keys& keys, size_t at, uint32_t time, size_t end) const;
     size_t used_together(const Keys& keys, size_t at, uint32_t time, size_t most) const;
     void look(uint64_t salt, const Keys& keys, const HitRules& rules, Hits& hits, bool each);
@@ -174,6 +188,8 @@ class WhatIf {
     void use_block(const Keys& keys, size_t first, size_t end, const Hits& hits, size_t listed,
                    uint16_t bits, uint32_t pages);
     void move(const Stretch& stretch, const Hits& hits);
+    uint32_t move_strip(uint32_t time, uint32_t most);
+    uint32_t next_spot();
     void count_run(Entry state, const Place& where, Entry used, uint64_t chunks);
     void list(uint64_t hash, uint16_t bits, uint32_t pages);
     void add_pages(uint32_t time, uint16_t bits, uint32_t pages);
@@ -186,12 +202,20 @@ class WhatIf {
     uint32_t demoted_at(size_t size, uint32_t time);
     void forget(size_t size);
 
+    // Enough strips for each chunk of a block to begin one, beside those of all times.
+    static constexpr size_t entries_of(size_t slots) { return slots / 2 * 3; }
+    static constexpr size_t strips_of(size_t slots) {
+        return entries_of(slots) / kStrip + 2 + kBlock;
+    }
     void reserve(size_t chunks);
     void grow();
     void thin_out();
     void count_again();
+    std::vector<uint32_t*> limits();
+    void close_gaps();
     void renumber();
     void rebuild(size_t slots);
+    size_t strips_left() const { return strips_.size() - next_strip_ + empty_strips_.size(); }
 
     const uint64_t secret_;
     const bool protects_;
@@ -202,7 +226,12 @@ class WhatIf {
     uint32_t now_ = 1, begin_ = 1;  // `begin_`: of this call
     size_t size_ = 0;
     std::vector<Slot> slots_;
-    std::vector<Entry> entries_;                    // 3 for 2 slots
+    std::vector<Entry> entries_;          // 3 for 2 slots
+    std::vector<uint16_t> strip_of_;      // of the chunk at each time
+    std::vector<Strip> strips_;           // the first one has no chunks
+    std::vector<uint32_t> empty_strips_;  // of the first `next_strip_`
+    uint32_t next_strip_ = 1, open_strip_ = 0;
+    uint32_t open_end_ = 0;                         // the time of the open strip's next spot
     std::vector<Stretch> stretches_;                // of a block
     std::array<uint32_t, kUnlimited> returning_{};  // chunks before it return soon after eviction
     std::vector<Looked> looked_;

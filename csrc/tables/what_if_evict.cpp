@@ -1,4 +1,4 @@
-// What a use costs the sizes: evictions, and space for further chunks.
+// What a use costs the sizes: evictions.
 #include <algorithm>
 #include <bit>
 #include <utility>
@@ -6,8 +6,6 @@
 #include "tables/what_if.h"
 
 namespace kvserver {
-
-// ---- evictions ------------------------------------------------------------------------------
 
 void WhatIf::shrink() {
     for (size_t i = 0; i < kUnlimited; ++i) {
@@ -112,130 +110,6 @@ uint32_t WhatIf::demoted_at(size_t at, uint32_t time) {
     if (time <= from.from || to.from <= from.from) return from.now;
     const double part = double(time - from.from) / double(to.from - from.from);
     return from.now + static_cast<uint32_t>(part * double(to.now - from.now));
-}
-
-// ---- space ----------------------------------------------------------------------------------
-
-void WhatIf::reserve(size_t chunks) {
-    while (size_ + chunks > slots_.size() / 4 * 3) {
-        if (slots_.size() < kMostSlots) {
-            grow();
-        } else {
-            thin_out();
-        }
-    }
-    if (now_ + chunks > entries_.size()) renumber();
-}
-
-void WhatIf::grow() {
-    rebuild(slots_.size() * 2);
-    renumber();
-    entries_.resize(slots_.size() / 2 * 3);
-}
-
-// Slots without a chunk are dropped.
-void WhatIf::rebuild(size_t slots) {
-    std::vector<Slot> old(slots);
-    old.swap(slots_);
-    size_ = 0;
-    for (const Slot& slot : old) {
-        if (slot.used == 0) continue;
-        const size_t at = find(slot.hash);
-        slots_[at] = slot;
-        entries_[slot.used] = (entries_[slot.used] & kState) | Entry{at} << kSlotAt;
-        ++size_;
-    }
-}
-
-// The times keep their order and become 1, 2, 3 ...
-void WhatIf::renumber() {
-    std::vector<uint32_t*> times{&begin_};
-    for (Size& size : sizes_) {
-        for (uint32_t* time : {&size.fresh, &size.demoted, &size.kept, &size.old_fresh,
-                               &size.old_demoted, &size.young_fresh, &size.young_demoted}) {
-            times.push_back(time);
-        }
-        for (Mark& mark : size.marks) {
-            times.push_back(&mark.from);
-            times.push_back(&mark.now);
-        }
-    }
-    std::ranges::sort(times, {}, [](const uint32_t* time) { return *time; });
-    auto next = times.begin();
-    uint32_t to = 1;
-    for (uint32_t from = 1; from <= now_; ++from) {
-        while (next != times.end() && **next <= from) **next++ = to;
-        if (from == now_ || entries_[from] == 0) continue;
-        const Entry entry = std::exchange(entries_[from], 0);
-        entries_[to] = entry;
-        slots_[entry >> kSlotAt].used = to++;
-    }
-    now_ = to;
-}
-
-// Keep what the exact sizes have or remember, the youngest, and of the others those below a
-// threshold that leaves space for others.
-void WhatIf::thin_out() {
-    renumber();
-    const uint32_t recent = now_ > kRecent ? now_ - kRecent : 1;
-    std::array<size_t, kUnlimited> needed{};  // by the smallest size that needs a chunk
-    const auto needs = [&](uint32_t time) -> unsigned {
-        const Place where = place(time, entries_[time]);
-        return where.has | (protects_ ? where.knows : 0);
-    };
-    for (uint32_t time = 1; time < recent; ++time) {
-        const auto smallest = static_cast<size_t>(std::countr_zero(needs(time)));
-        if (smallest < kUnlimited) ++needed[smallest];
-    }
-    size_t whole = kRecent, exact = 0;
-    while (exact < exact_ && whole + needed[exact] <= kExact) whole += needed[exact++];
-    exact_ = exact;
-    const auto is_whole = [&](uint32_t time) {
-        return time >= recent || (needs(time) & ((1U << exact_) - 1)) != 0;
-    };
-    std::vector<uint64_t> older;
-    for (const Slot& slot : slots_) {
-        if (slot.used == 0) continue;
-        Entry& entry = entries_[slot.used];
-        entry = is_whole(slot.used) ? entry | kWhole : entry & ~kWhole;
-        if ((entry & kWhole) == 0 && slot.hash < threshold_) older.push_back(slot.hash);
-    }
-    if (older.size() > kSampled) {
-        const auto last = older.begin() + kSampled;
-        std::nth_element(older.begin(), last, older.end());
-        threshold_ = *last;
-    }
-    std::vector<uint64_t>().swap(older);
-    for (Slot& slot : slots_) {
-        if (slot.used == 0) continue;
-        Entry& entry = entries_[slot.used];
-        if (slot.hash < threshold_) {
-            entry |= kSampledFlag;
-            continue;
-        }
-        entry &= ~kSampledFlag;
-        if ((entry & kWhole) != 0) continue;
-        entry = 0;
-        slot.used = 0;
-    }
-    rebuild(slots_.size());
-    renumber();
-    count_again();
-}
-
-void WhatIf::count_again() {
-    for (Size& size : sizes_) size.pages = size.chunks = size.protected_chunks = 0;
-    for (uint32_t time = 1; time < now_; ++time) {
-        const Entry entry = entries_[time];
-        const Place where = place(time, entry);
-        const uint8_t counted = counted_in(entry);
-        for (uint8_t left = where.has & counted; left != 0; left &= left - 1) {
-            Size& size = sizes_[std::countr_zero(left)];
-            ++size.chunks;
-            size.pages += entry & kPages;
-            size.protected_chunks += where.keeps >> std::countr_zero(left) & 1;
-        }
-    }
 }
 
 }  // namespace kvserver

@@ -7,8 +7,9 @@ chunks (`csrc/tables/what_if.h`), what L1 has. Runs in the bus's thread; `status
 hundredths of the cache. L1 does not evict chunks that requests lease; single blocks of tails are as old as their store, in L1
 as the chunk before them, and count where a size's hit ends at L1's own; chunks of a namespace that was cleared still count as used after older
 ones until they are older themselves; a store's chunks that were resident already are not used again; what
-was dropped as a bus's event is not known (`kvserver_events_dropped_total`). Of hybrid models a chunk's objects age together, as in L1; where older chunks are
-sampled, those that are not in the sample count as having the objects of windows and states.
+was dropped as a bus's event is not known (`kvserver_events_dropped_total`). Of hybrid models a chunk's objects age together, as in L1. A chunk that a size evicted and
+that is stored again counts as having the window's and state's objects of before, too; where older chunks are sampled, those that are not
+in the sample count as having them.
 """
 
 from __future__ import annotations
@@ -81,10 +82,10 @@ class WhatIfCurve(Subscriber):
         match event:
             case LookupEnded():
                 self._looked_up(event)
-            case ChunksStored():
-                self._stored(event)
             case RequestEnded():
                 self._request_ended((event.instance_id, event.request_id))
+            case ChunksStored():
+                self._stored(event)
             case ChunksEvicted() if event.group is not None and event.group.number >= 0:
                 number = event.group.number
                 pages = self._objects.get(event.namespace, {}).get(number, 0)

@@ -1,0 +1,223 @@
+// Uses: what becomes the youngest, and what it is listed with.
+#include <algorithm>
+#include <bit>
+
+#include "tables/what_if.h"
+
+namespace kvserver {
+
+void WhatIf::use(uint64_t salt, std::string_view raw, const HitRules& rules, const Hits& hits,
+                 size_t found, uint32_t pages) {
+    const Keys keys = keys_of(salt, raw);
+    const size_t listed = pages == 0 || rules.full == 0 ? 0 : std::min(found, keys.count);
+    const size_t hit = *std::ranges::max_element(hits.boundary);
+    begin_ = now_;
+    for (size_t end = std::min(keys.count, std::max(found, hit)); end > 0;) {
+        const size_t first = (end - 1) / kBlock * kBlock;
+        use_block(keys, first, end, hits, listed, listed != 0 ? rules.full : 0, pages);
+        end = first;
+    }
+}
+
+void WhatIf::add(uint64_t salt, std::string_view raw, uint16_t bit, uint32_t pages) {
+    const Keys keys = keys_of(salt, raw);
+    begin_ = now_;
+    for (size_t end = keys.count; end > 0;) {
+        const size_t first = (end - 1) / kBlock * kBlock;
+        use_block(keys, first, end, {}, keys.count, bit, std::max<uint32_t>(1, pages));
+        end = first;
+    }
+}
+
+void WhatIf::remove(uint64_t salt, std::string_view raw, uint16_t bit, uint32_t pages) {
+    const Keys keys = keys_of(salt, raw);
+    for (size_t at = 0; at < keys.count; ++at) {
+        const uint32_t time = time_of(keys, at);
+        Entry& entry = entries_[time];
+        if (time == 0 || (entry & Entry{bit} << kGroupsAt) == 0) continue;
+        const uint64_t fewer = std::min<uint64_t>(pages, (entry & kPages) - 1);
+        const uint8_t of = place(time, entry).has & counted_in(entry);
+        for (size_t size = 0; size < kUnlimited; ++size) {
+            if ((of >> size & 1) != 0) sizes_[size].pages -= fewer;
+        }
+        entry = (entry - fewer) & ~(Entry{bit} << kGroupsAt);
+    }
+}
+
+// Use the chunks [first, end) of a prompt, the first one last. Those before `listed` have the
+// groups `bits`, which need `pages`; of the others, and without bits, only what is listed is used.
+void WhatIf::use_block(const Keys& keys, size_t first, size_t end, const Hits& hits, size_t listed,
+                       uint16_t bits, uint32_t pages) {
+    reserve(end - first);
+    stretches_.clear();
+    for (size_t at = first; at < end;) {
+        const uint32_t time = time_of(keys, at);
+        const size_t length = time == 0 ? 1 : stretch(keys, at, time, end);
+        stretches_.push_back({static_cast<uint32_t>(at), static_cast<uint32_t>(length), time});
+        for (size_t i = 0; time != 0 && bits != 0 && i < length && at + i < listed; ++i) {
+            add_pages(time - static_cast<uint32_t>(i), bits, pages);
+        }
+        at += length;
+    }
+    if (protects_) returning(hits);
+    for (size_t i = stretches_.size(); i-- > 0;) {
+        const Stretch& stretch = stretches_[i];
+        if (stretch.time != 0) {
+            move(stretch, hits);
+        } else if (stretch.first < listed && bits != 0) {
+            list(keys.hash(stretch.first), bits, pages);
+        }
+    }
+    shrink();
+}
+
+void WhatIf::add_pages(uint32_t time, uint16_t bits, uint32_t pages) {
+    Entry& entry = entries_[time];
+    const Entry groups = Entry{bits} << kGroupsAt;
+    if (entry == 0 || (entry & groups) == groups) return;
+    const uint64_t more = std::min<uint64_t>(pages, kPages - (entry & kPages));
+    const uint8_t of = place(time, entry).has & counted_in(entry);
+    for (size_t size = 0; size < kUnlimited; ++size) {
+        if ((of >> size & 1) != 0) sizes_[size].pages += more;
+    }
+    entry = (entry + more) | groups;
+}
+
+// A prompt that is stored again soon after its eviction returns as one that is used: each size's
+// chunks behind its hit, up to the first one that is new to it.
+void WhatIf::returning(const Hits& hits) {
+    const Stretch& last = stretches_.back();
+    returning_.fill(last.first + last.length);
+    uint8_t going = kOnlyUnlimited - 1;
+    for (const Stretch& stretch : stretches_) {
+        Entry state = 0;
+        Place where;
+        for (uint32_t i = 0; i < stretch.length && going != 0; ++i) {
+            const uint32_t used = stretch.time - (stretch.time == 0 ? 0 : i);
+            const Entry entry = entries_[used];
+            if (i == 0 || (entry & kState) != state || used < where.floor) {
+                state = entry & kState;
+                where = stretch.time == 0 ? Place{} : place(used, entry);
+            }
+            for (uint8_t fresh = going & ~(where.has | where.knows); fresh != 0;
+                 fresh &= fresh - 1) {
+                const auto size = std::countr_zero(fresh);
+                if (stretch.first + i < hits.boundary[size]) continue;
+                returning_[size] = stretch.first + i;
+                going &= ~(1 << size);
+            }
+        }
+    }
+}
+
+// Its chunks become the youngest, the first one last. Those with an equal state in the same place
+// are counted together.
+void WhatIf::move(const Stretch& stretch, const Hits& hits) {
+    Entry state = 0, used = 0;
+    Place where;
+    uint32_t floor = 0;
+    uint64_t run = 0;
+    const auto before = [&](uint32_t at, const auto& bounds) {
+        uint8_t sizes = 0;
+        for (size_t size = 0; size < kUnlimited; ++size) {
+            if (at < bounds[size]) sizes |= 1 << size;
+            if (at >= bounds[size]) floor = std::max(floor, bounds[size]);
+        }
+        return sizes;
+    };
+    uint32_t in_strip = 0;  // the next ones that move with their strip
+    for (uint32_t i = stretch.length; i-- > 0;) {
+        const uint32_t time = stretch.time - i, at = stretch.first + i;
+        const Entry entry = entries_[time];
+        if (entry == 0) continue;  // twice in a prompt
+        if (run == 0 || (entry & kState) != state || time >= where.ceiling || at < floor) {
+            count_run(state, where, used, run);
+            run = 0;
+            state = entry & kState;
+            where = place(time, entry);
+            if (protects_) {
+                floor = 0;
+                const uint8_t back = before(at, returning_) & ~where.has;
+                used = Entry{uint8_t(where.keeps | before(at, hits.boundary) | back)} << kUsedAt &
+                       kUsed;
+            }
+        }
+        ++run;
+        if (in_strip == 0) in_strip = move_strip(time, i + 1);
+        --in_strip;
+        entries_[time] = 0;
+        entries_[now_++] = (entry & ~kUsed) | used | kWhole;
+    }
+    count_run(state, where, used, run);
+}
+
+// The chunk at this time and those of its strip are used now, if these are all it has and among the
+// `most` from this time on; else this chunk gets a spot in another strip. Returns how many they
+// are.
+uint32_t WhatIf::move_strip(uint32_t time, uint32_t most) {
+    const uint16_t number = strip_of_[time];
+    Strip& strip = strips_[number];
+    uint32_t chunks = 1;
+    while (chunks < most && strip_of_[time + chunks] == number && entries_[time + chunks] != 0) {
+        ++chunks;
+    }
+    if (chunks == strip.chunks) {
+        strip.begin += now_ - time;
+        std::fill_n(strip_of_.begin() + now_, chunks, number);
+        return chunks;
+    }
+    if (--strip.chunks == 0 && number != open_strip_) empty_strips_.push_back(number);
+    slots_[entries_[time] >> kSlotAt].spot = next_spot();
+    return 1;
+}
+
+// For a chunk that is used now.
+uint32_t WhatIf::next_spot() {
+    if (now_ != open_end_ || now_ - strips_[open_strip_].begin >= kStrip) {
+        if (open_strip_ != 0 && strips_[open_strip_].chunks == 0) {
+            empty_strips_.push_back(open_strip_);
+        }
+        if (empty_strips_.empty()) {
+            open_strip_ = next_strip_++;
+        } else {
+            open_strip_ = empty_strips_.back();
+            empty_strips_.pop_back();
+        }
+        strips_[open_strip_] = {now_, 0};
+    }
+    open_end_ = now_ + 1;
+    strip_of_[now_] = static_cast<uint16_t>(open_strip_);
+    Strip& strip = strips_[open_strip_];
+    ++strip.chunks;
+    return open_strip_ * kStrip + now_ - strip.begin;
+}
+
+// Chunks of an equal state were moved or listed from where they were, and have the bits `used` now.
+void WhatIf::count_run(Entry state, const Place& where, Entry used, uint64_t chunks) {
+    const auto bits = static_cast<uint8_t>(used >> kUsedAt);
+    const uint8_t of = chunks == 0 ? 0 : counted_in(state) & (~where.has | (bits & ~where.keeps));
+    for (uint8_t left = of; left != 0; left &= left - 1) {
+        const auto i = std::countr_zero(left);
+        Size& size = sizes_[i];
+        if ((where.has >> i & 1) == 0) {
+            size.chunks += chunks;
+            size.pages += chunks * (state & kPages);
+        }
+        if ((bits & ~where.keeps) >> i & 1) size.protected_chunks += chunks;
+    }
+}
+
+void WhatIf::list(uint64_t hash, uint16_t bits, uint32_t pages) {
+    const size_t at = find(hash);
+    if (slots_[at].spot != 0) return;  // twice in a prompt
+    const Entry sampled = hash < threshold_ ? kSampledFlag : 0;
+    const Entry state =
+        std::min<uint64_t>(pages, kPages) | sampled | kWhole | Entry{bits} << kGroupsAt;
+    entries_[now_] = state | Entry{at} << kSlotAt;
+    slots_[at] = {hash, next_spot()};
+    ++now_;
+    ++size_;
+    count_run(state, {}, 0, 1);
+}
+
+}  // namespace kvserver
