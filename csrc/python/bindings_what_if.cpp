@@ -21,12 +21,14 @@ namespace {
 // The caller's reference keeps the bytes while the GIL is released.
 std::string_view view(const nb::bytes& raw) { return {raw.c_str(), raw.size()}; }
 
-// A prompt of so many chunks is done before another thread could have taken the interpreter's lock.
+// A prompt of so many chunks is done before another thread could have taken the interpreter's lock,
+// unless the whole table has to be moved, which takes milliseconds.
 constexpr size_t kFew = 1024;
 
 template <typename Work>
-auto without_lock(std::string_view keys, Work work) {
-    if (keys.size() <= kFew * WhatIf::kKeyBytes) return work();
+auto without_lock(const WhatIf& table, std::string_view keys, Work work) {
+    const size_t chunks = keys.size() / WhatIf::kKeyBytes;
+    if (chunks <= kFew && table.has_space(chunks)) return work();
     const nb::gil_scoped_release released;
     return work();
 }
@@ -54,7 +56,7 @@ void bind_what_if(nb::module_& m) {
             [](WhatIf& table, uint64_t salt, const nb::bytes& keys, const HitRules& rules,
                double chunk_tokens) {
                 const std::string_view raw = view(keys);
-                return without_lock(raw, [&] {
+                return without_lock(table, raw, [&] {
                     const WhatIf::Hits hits = table.lookup(salt, raw, rules);
                     table.count(hits, chunk_tokens);
                     return hits;
@@ -75,14 +77,14 @@ void bind_what_if(nb::module_& m) {
             [](WhatIf& table, uint64_t salt, const nb::bytes& keys, const HitRules& rules,
                const WhatIf::Hits& hits, size_t found, uint32_t pages) {
                 const std::string_view raw = view(keys);
-                without_lock(raw, [&] { table.use(salt, raw, rules, hits, found, pages); });
+                without_lock(table, raw, [&] { table.use(salt, raw, rules, hits, found, pages); });
             },
             "salt"_a, "keys"_a, "rules"_a, "hits"_a, "found"_a, "pages"_a)
         .def(
             "add",
             [](WhatIf& table, uint64_t salt, const nb::bytes& keys, uint16_t bit, uint32_t pages) {
                 const std::string_view raw = view(keys);
-                without_lock(raw, [&] { table.add(salt, raw, bit, pages); });
+                without_lock(table, raw, [&] { table.add(salt, raw, bit, pages); });
             },
             "salt"_a, "keys"_a, "bit"_a, "pages"_a)
         .def(

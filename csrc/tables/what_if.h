@@ -92,6 +92,12 @@ class WhatIf {
 
     void clear();
 
+    // Whether so many chunks can be used or added before the next call that moves the whole table.
+    bool has_space(size_t chunks) const {
+        return size_ + chunks <= slots_.size() / 4 * 3 && now_ + chunks <= entries_.size() &&
+               strips_left() >= chunks;
+    }
+
     // Of each size, the sum of what count() was given.
     std::array<double, kSizes> hit_tokens() const;
     void count(const Hits& hits, double tokens_of_a_chunk);

@@ -15,7 +15,7 @@ void WhatIf::reserve(size_t chunks) {
             thin_out();
         }
     }
-    if (now_ + chunks <= entries_.size() && strips_left() >= chunks) return;
+    if (has_space(chunks)) return;
     close_gaps();
     if (now_ > size_ + size_ / 4 || strips_left() < strips_.size() / 4) renumber();
 }
