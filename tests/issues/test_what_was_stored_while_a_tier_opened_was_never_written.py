@@ -25,7 +25,7 @@ def gate(tmp_path: Path) -> Path:
 @pytest.fixture
 def daemon(tmp_path: Path, gate: Path) -> Iterator[Daemon]:
     """One whose tier has the old keys, and opens again when there is a gate."""
-    daemon = Daemon(l2=f"file://{tmp_path}/l2?size=64MiB", l1_size="8MiB", journal_gate=gate)
+    daemon = Daemon(l2=f"file://{tmp_path}/l2?size=64MiB", l1_size="8MiB", journal_gate=gate, drain_seconds=90)
     try:
         daemon.start()
         wait_until(lambda: tier(daemon)["state"] == "ready")  # there is no journal yet
@@ -78,5 +78,5 @@ def test_a_daemon_that_ends_before_its_tier_has_opened_leaves_at_once(daemon: Da
         assert tier(daemon)["queue_objects"] == len(NEW)
         assert daemon.process is not None
         daemon.process.terminate()
-        wait_until(lambda: "objects were not written to L2" in daemon.log, 3, "it does not wait for the tier")
+        wait_until(lambda: "objects were not written to L2" in daemon.log, 30, "it does not wait for the tier")
         gate.touch()
