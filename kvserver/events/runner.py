@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 QUEUE_COST = 1 << 16  # queued items; one that carries bytes counts once more per _COST_BYTES
 _COST_BYTES = 4096
-_NAP_SECONDS = 0.01  # from the first item: others gather, and the thread that put it sends its reply undisturbed
+_NAP_SECONDS = 0.01  # lets items gather, so that put() rarely has to wake the thread
 _IDLE_SECONDS = 1.0
 _MOST_A_LOOK = 1.0  # seconds that one look may count as busy: a process that was stopped is not busy meanwhile
 Item = TypeVar("Item")
@@ -113,8 +113,6 @@ class Runner(Generic[Item]):
             finishing = self._finishing  # before the queue is read: then it has all that was put before finish()
             try:
                 entry = self._next(0.0 if finishing else seconds)
-                if entry is not None and not finishing:
-                    time.sleep(_NAP_SECONDS)
                 while entry is not None and not self.reason:
                     self._edges += 1
                     self._handle(entry[0])
@@ -131,6 +129,8 @@ class Runner(Generic[Item]):
             except BaseException as error:
                 self.cut_off(f"it raised {type(error).__name__}: {error}"[:500], error)
             seconds = max(0.0, idle_at - time.monotonic())
+            if not self._finishing:
+                time.sleep(_NAP_SECONDS)
         self._end()
 
     def _next(self, seconds: float = 0.0) -> tuple[Item, int] | None:

@@ -47,7 +47,7 @@ _DAEMON: tuple[Metric[DaemonStatus], ...] = (
     Metric("kvserver_accounting_failures", "Audits of the daemon's accounting that found a contradiction, which is a bug.", Kind.COUNTER, lambda of: of.books.unbalanced),
     Metric("kvserver_undelivered_replies", "Replies that could not be sent: the peer had disconnected or did not read.", Kind.COUNTER, lambda of: of.totals.undelivered_replies),
     Metric("kvserver_events_queue_depth", "Events in the daemon's queue; an event that carries bytes counts once more for every 4 KiB.", Kind.GAUGE, lambda of: of.events.queue_depth),
-    Metric("kvserver_events_lag_seconds", "Longest time that an event waited in the queue, of those that the event thread handled in its last second. Events gather for 10 ms before they are handled.", Kind.GAUGE, lambda of: of.events.lag_seconds),
+    Metric("kvserver_events_lag_seconds", "Longest time that an event waited in the queue, of those that the event thread handled in its last second.", Kind.GAUGE, lambda of: of.events.lag_seconds),
     Metric("kvserver_loop_turn_seconds", "Duration of each turn of the daemon's event loop.", Kind.HISTOGRAM, lambda of: of.loop_turns, bounds=WAIT_SECONDS),
     Metric("kvserver_events_wait_seconds", "Time that each event waited in the daemon's queue for the event thread.", Kind.HISTOGRAM, lambda of: of.events.waits, bounds=WAIT_SECONDS),
     Metric("kvserver_build_info", "Always 1; the label is the daemon's version.", Kind.GAUGE, lambda of: {of.version: 1}, ("version",)),

@@ -232,14 +232,15 @@ def test_a_corrupt_object_is_removed_once_it_was_read(tmp_path: Path) -> None:
 
 def test_a_stopped_subscriber_of_many_writes_costs_the_daemon_nothing(tmp_path: Path) -> None:
     """It never reads: what it should have received is dropped, and others receive all."""
-    with running(tmp_path, size="2MiB", l1_size="1MiB") as scene:
-        silent = Subscriber(scene.daemon.flags["kv_events_endpoint"])
+    with (
+        running(tmp_path, size="2MiB", l1_size="1MiB") as scene,
+        contextlib.closing(Subscriber(scene.daemon.flags["kv_events_endpoint"])) as silent,
+    ):
         scene.store(*range(60))
-        expected = scene.snapshot()
-        scene.subscriber.follow(lambda: {(m, n) for m, _, n in scene.subscriber.blocks.resident} == expected)
-        assert {medium for medium, _ in expected} == {"CPU", "STORAGE"}
+        blocks = scene.subscriber.blocks
+        scene.subscriber.follow(lambda: {(m, n) for m, _, n in blocks.resident} == scene.snapshot())
+        assert {medium for medium, _, _ in blocks.resident} == {"CPU", "STORAGE"}
         assert silent.received == []
-        silent.close()
         status = scene.daemon.status()
         assert status["events"]["dropped"] == 0
         assert all(one["state"] == "running" for one in status["kv_events"]["observers"])

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from types import SimpleNamespace
 
-import pytest
 from support.daemon import wait_until
 
 from kvserver.events import Runner
@@ -71,24 +69,6 @@ def test_all_that_was_put_before_the_end_is_handled_in_order() -> None:
         keeps.runner.finish()
         assert keeps.runner.join(time.monotonic() + 10)
         assert keeps.items == items
-
-
-def test_items_gather_before_the_first_is_handled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that puts one is about to send a reply, and is not to wait for the interpreter's lock."""
-    keeps = Keeps()
-    handled: list[list[str]] = []  # at each nap
-
-    def nap(seconds: float) -> None:
-        keeps.runner.put(str(len(handled)))
-        handled.append(list(keeps.items))
-
-    monkeypatch.setattr("kvserver.events.runner.time", SimpleNamespace(sleep=nap, monotonic=time.monotonic))
-    assert keeps.runner.put("first")
-    wait_until(lambda: len(keeps.items) >= 2)
-    assert (handled[0], keeps.items[:2]) == ([], ["first", "0"])
-    monkeypatch.undo()
-    keeps.runner.finish()
-    assert keeps.runner.join(time.monotonic() + 10)
 
 
 def test_it_is_idle_once_a_second_with_and_without_items() -> None:
