@@ -67,7 +67,7 @@ def test_an_idle_step_waits_for_the_oldest_load_by_its_state_words(make_daemon, 
         waits[-1].append(seconds)
         wait(copy, seconds)
 
-    daemon = make_daemon(tails="on")
+    daemon = make_daemon(tails="on", copy_delay_us=20_000)  # else a load may be over before the first idle step
     tokens = prompt(1, 2 * CHUNK + 2 * BLOCK + 5)
     make_engine(daemon).generate("cold", tokens)
     engine = make_engine(daemon)
