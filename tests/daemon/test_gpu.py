@@ -242,7 +242,7 @@ def test_a_hung_engine_holds_up_neither_copies_nor_unmaps_of_others(
         other.connect().round_trip()
         daemon.wait_for_accounting(tickets=0, attachments=2)
     daemon.wait_for_accounting(attachments=1, pins=0)
-    assert on_gpu(daemon)["mapped_bytes"] == sum(other.geometry.sizes)
+    wait_until(lambda: on_gpu(daemon)["mapped_bytes"] == sum(other.geometry.sizes))
 
 
 # ---- copies of many batches ---------------------------------------------------------------------
