@@ -1,4 +1,4 @@
-"""What other sizes of L1 would have found: errors against exact LRU caches of each size, memory, and what a lookup costs.
+"""What other sizes of L1 would have found: errors against exact caches of each size, memory, and what a lookup costs.
 
     python bench/what_if.py [--objects 1000 10000 100000 1000000 10000000] [--trace TRACE.jsonl] [--cost]
 
@@ -6,46 +6,39 @@ Each row is one workload whose distinct objects are about `--objects`, L1 has ro
 (a quarter new ones, else beginnings of known ones, popularity 1/rank), *far* (whole documents, all equally popular) or *chat*
 (conversations that grow). *hot*: behind 32 chunks that all prompts share. Objects of documents and far are a page, of chat three; *2
 models*: every second document has objects of 7 pages, the others of 2. *hybrid*: a window of two chunks (a page each) and a state
-(6 pages) at prompts' ends, where full attention's hit ended, and every 64 chunks; *all boundaries*: at every chunk, a state of 2 pages. Columns: hit rate in L1 by the reference; errors in points at
-the sizes 0.25 to 8 and unlimited; the 90th percentile of these seven, which is the largest; share of older chunks that is sampled
+(6 pages) at prompts' ends, where full attention's hit ended, and every 64 chunks; *all boundaries*: at every chunk, a state of 2
+pages. Columns: hit rate in L1 by the reference; errors in points at the sizes 0.25 to 8 and unlimited; the 90th percentile of these seven, which is the largest; share of older chunks that is sampled
 in the end; MiB of the table; microseconds a chunk of a prompt in the event thread. `--trace`: prompts of a Mooncake trace instead,
 with an L1 of 1/256 to 1/4 of its blocks.
 
-`--cost`: what the curve adds to a lookup of 512 chunks, all hit, and its request's end. First of real daemons in turn, one with
-the curve and one without: p50 and p99 of lookups one after the other, and the CPU time of the loop and of all other threads for each; of
-a third one the CPU time of the event thread in the curve itself, the stores of its 200 prompts included.
-Then the parts alone, beside the same lookup in a cache without a daemon (medians): on the loop (a longer event), in the event
-thread with the interpreter's lock, and in the event thread in all.
+`--cost`: what the curve adds to a lookup (`what_if_cost.py`).
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
-import itertools
 import json
 import random
 import subprocess
-import sys
 import tempfile
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from common import median, percentile, table
-from rig import BenchDaemon, BenchWorker
+import what_if_cost
+from common import table
+from what_if_cost import CHUNK_TOKENS, PAGE
 
-from kvserver.cache import Cache, Groups, LookupOutcome, one_group
-from kvserver.cache.eviction import LeastRecentlyUsed
-from kvserver.cache.pages import PagePool
+from kvserver.cache import Groups, LookupOutcome
 from kvserver.events import ChunksStored, Event, LookupEnded, NamespaceFormed, RequestEnded
 from kvserver.protocol import KEY_BYTES, ObjectGroup
 from kvserver.telemetry import WhatIfCurve
 from kvserver.telemetry.what_if import SIZES
 
-PAGE, CHUNK_TOKENS, HOT, LONGEST = 4096, 256, 32, 128
+HOT, LONGEST = 32, 128  # chunks
 MiB = 1 << 20
 L1 = SIZES.index(1)
 Prompts = Iterator["array[int]"]  # numbers of chunks
@@ -282,158 +275,6 @@ def synthetic(name: str, objects: int, policy: str, part: int = 16) -> Measured:
     return measure(prompts, pages, int(objects * average) // part, policy, *hybrid)
 
 
-# ---- cost ---------------------------------------------------------------------------------------
-
-LOOKED_UP, DOCUMENTS, ROUNDS, LOOKUPS_A_ROUND = 512, 200, 25, 200
-WITHOUT = """
-import sys
-from kvserver.telemetry import WhatIfCurve
-WhatIfCurve.handle = lambda self, event: None
-from kvserver.__main__ import main
-sys.exit(main())
-"""
-
-TIMED = """
-import atexit, sys, time
-from kvserver.telemetry import WhatIfCurve
-handle, clock, sums = WhatIfCurve.handle, time.thread_time_ns, [0, 0]
-def timed(self, event):
-    first = clock()
-    began = clock()
-    handle(self, event)
-    sums[0] += clock() - began
-    sums[1] += began - first
-WhatIfCurve.handle = timed
-atexit.register(lambda: print(*sums, file=open(%r, "w")))
-from kvserver.__main__ import main
-sys.exit(main())
-"""
-
-
-class LookedUp:
-    """A daemon whose L1 has `DOCUMENTS` prompts, and the times of lookups of them."""
-
-    def __init__(self, program: Sequence[str] = ()) -> None:
-        self._daemon = BenchDaemon(program, l1_size=2 * LOOKED_UP * DOCUMENTS * PAGE, chunk_tokens=CHUNK_TOKENS)
-        blocks = LOOKED_UP * CHUNK_TOKENS // 16
-        self._worker = BenchWorker(self._daemon.endpoint, planes=1, run=64, num_blocks=1 + blocks, block_tokens=16)
-        draw = random.Random(1)
-        self._documents = [draw.randbytes(LOOKED_UP * KEY_BYTES) for _ in range(DOCUMENTS)]
-        for keys in self._documents:
-            self._worker.store(keys, array("I", range(1, 1 + blocks)))
-        self.micros: list[float] = []
-        self.cpu: list[tuple[float, float]] = []  # microseconds of the loop's and of other threads a lookup, by round
-
-    def round(self) -> None:
-        before = self._cpu_micros()
-        for keys in random.choices(self._documents, k=LOOKUPS_A_ROUND):
-            began = time.perf_counter_ns()
-            found = self._worker.lookup(keys)
-            self.micros.append((time.perf_counter_ns() - began) / 1e3)
-            assert found == LOOKED_UP
-            self._worker.end_request()
-        time.sleep(0.1)  # the event thread ends
-        (loop, others), (loop_before, others_before) = self._cpu_micros(), before
-        self.cpu.append(((loop - loop_before) / LOOKUPS_A_ROUND, (others - others_before) / LOOKUPS_A_ROUND))
-
-    def _cpu_micros(self) -> tuple[float, float]:
-        pid = self._daemon.process.pid
-        ran = {
-            int(task.name): int((task / "schedstat").read_text().split()[0]) / 1e3
-            for task in Path(f"/proc/{pid}/task").iterdir()
-        }
-        return ran[pid], sum(ran.values()) - ran[pid]
-
-    def shown(self) -> list[float]:
-        return [percentile(self.micros, 0.5), percentile(self.micros, 0.99), *map(median, zip(*self.cpu, strict=True))]
-
-    def close(self) -> None:
-        self._daemon.close()
-
-
-def cost_in_a_daemon() -> None:
-    """The curve's own time is the CPU time of its thread while it handles events, less that of reading the clock."""
-    with tempfile.NamedTemporaryFile("r") as found:
-        timed = (sys.executable, "-c", TIMED % found.name)
-        servers = LookedUp(), LookedUp((sys.executable, "-c", WITHOUT)), LookedUp(timed)
-        for _ in range(ROUNDS):
-            for server in servers:
-                server.round()
-        for server in servers:
-            server.close()
-        own, clock = (float(nanos) / 1e3 / ROUNDS / LOOKUPS_A_ROUND for nanos in found.read().split())
-    ours, without, _ = (server.shown() for server in servers)
-    rows = [("with the curve", *ours), ("without", *without)]
-    rows.append(("ratio", *(a / b for a, b in zip(ours, without, strict=True))))
-    print(table(("a lookup of 512 chunks, us", "p50", "p99", "CPU of the loop", "of other threads"), rows))
-    print(
-        f"the curve in the event thread: {own - clock:.1f} us of CPU, {100 * (own - clock) / without[0]:.1f}% of p50 without it"
-    )
-
-
-class NoTable:
-    """A table that does nothing: what is left has the interpreter's lock."""
-
-    sample_rate, memory_bytes = 1.0, 0
-
-    def lookup(self, *_: object) -> None:
-        pass
-
-    def use(self, *_: object) -> None:
-        pass
-
-    def distinct(self) -> bytes:
-        return bytes(4096)
-
-    def __len__(self) -> int:
-        return 0
-
-
-def micros(call: Callable[[], object], times: int = 2000) -> float:
-    found = []
-    for _ in range(times):
-        began = time.perf_counter_ns()
-        call()
-        found.append((time.perf_counter_ns() - began) / 1e3)
-    return median(found)
-
-
-def cost_alone() -> None:
-    cache = Cache(PagePool(LOOKED_UP * (DOCUMENTS + 1) * PAGE, PAGE), LeastRecentlyUsed())
-    draw, curve = random.Random(1), WhatIfCurve(LOOKED_UP * (DOCUMENTS + 1), PAGE)
-    documents = [draw.randbytes(LOOKED_UP * KEY_BYTES) for _ in range(DOCUMENTS)]
-    for number, keys in enumerate(documents):
-        cache.finish_store(cache.plan_store(b"n", one_group(1), keys, PAGE), copied=True)
-        curve.handle(ChunksStored(number, "i", "m", b"n", keys, pages=1))
-    owner, ended = ("i", "r"), RequestEnded(0, "i", "m", "r")
-    fields = [
-        (0, "i", "m", "r", 0, keys, LookupOutcome(LOOKED_UP, LOOKED_UP), CHUNK_TOKENS, b"n", 0, "")
-        for keys in documents
-    ]
-    events = [LookupEnded(*one, b"", 16) for one in fields]
-    next_keys, next_event = itertools.cycle(documents).__next__, itertools.cycle(events).__next__
-
-    def lookup() -> None:
-        cache.lookup(b"n", next_keys(), owner, 1e9)
-        cache.end_lease(owner)
-
-    def handle() -> None:
-        curve.handle(next_event())
-        curve.handle(ended)
-
-    whole = micros(lookup)
-    longer = micros(lambda: [LookupEnded(*fields[0], b"", 16) for _ in range(1000)], 50) / 1000
-    shorter = micros(lambda: [LookupEnded(*fields[0]) for _ in range(1000)], 50) / 1000
-    all_of_it = micros(handle)
-    curve._table = NoTable()  # type: ignore[assignment]
-    locked = micros(handle)
-    print(f"a lookup of {LOOKED_UP} chunks in a cache, all hit, and its lease's end: {whole:.1f} us")
-    for name, part in (
-        ("on the loop", longer - shorter), ("event thread with the lock", locked), ("event thread", all_of_it)
-    ):  # fmt: skip
-        print(f"{name}: {part:.2f} us, {100 * part / whole:.2f}% of it")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--objects", type=int, nargs="*", default=[1000, 10_000, 100_000, 1_000_000, 10_000_000])
@@ -442,8 +283,8 @@ def main() -> None:
     parser.add_argument("--cost", action="store_true")
     arguments = parser.parse_args()
     if arguments.cost:
-        cost_in_a_daemon()
-        cost_alone()
+        what_if_cost.in_a_daemon()
+        what_if_cost.alone()
         return
     rows = []
     if arguments.trace:

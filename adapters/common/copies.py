@@ -31,7 +31,7 @@ class Copy:
         return self.session.words.state(self.word)
 
     def wait(self, seconds: float) -> None:
-        """Wait until the server no longer reads or writes for it, `seconds` at most. The server may still write afterwards."""
+        """Wait until the copy has ended or is cancelled, `seconds` at most. The server may still write after a wait that ended in vain."""
         assert self.session.words is not None
         self.session.words.wait(self.word, seconds)
 

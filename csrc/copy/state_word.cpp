@@ -26,7 +26,7 @@ long futex(const Word& word, int operation, uint32_t value, const timespec* unti
     return syscall(SYS_futex, &word, operation, value, until, nullptr, FUTEX_BITSET_MATCH_ANY);
 }
 
-bool is_over(State state) { return state != State::kPending && state != State::kRunning; }
+bool under_way(State state) { return state == State::kPending || state == State::kRunning; }
 
 }  // namespace
 
@@ -34,7 +34,7 @@ bool move_word(Word& word, uint64_t sequence, State from, State to) {
     uint64_t expected = make_word(sequence, from);
     if (!word.compare_exchange_strong(expected, make_word(sequence, to), std::memory_order_acq_rel))
         return false;
-    if (is_over(to)) futex(word, FUTEX_WAKE, INT_MAX, nullptr);
+    if (!under_way(to)) futex(word, FUTEX_WAKE, INT_MAX, nullptr);
     return true;
 }
 
@@ -44,7 +44,7 @@ bool wait_word(const Word& word, uint64_t nanos) {
                          static_cast<long>(end % 1'000'000'000)};
     for (;;) {
         const uint64_t now = word.load(std::memory_order_acquire);
-        if (is_over(static_cast<State>(now & 0xff))) return true;
+        if (!under_way(static_cast<State>(now & 0xff))) return true;
         if (futex(word, FUTEX_WAIT_BITSET, static_cast<uint32_t>(now), &until) != 0 &&
             errno != EAGAIN && errno != EINTR)
             return false;

@@ -29,12 +29,13 @@ constexpr uint64_t make_word(uint64_t sequence, State state) {
     return sequence << 8 | static_cast<uint64_t>(state);
 }
 
-// A move to a state in which the operation is over wakes the threads in wait_word(), of any
+// A move to another state than kPending and kRunning wakes the threads in wait_word(), of any
 // process.
 bool move_word(Word& word, uint64_t sequence, State from, State to);
 
-// Waits until the operation is over or the worker has cancelled it, `nanos` at most. Whether it is.
-// The server may still write afterwards if it is not: the wait ends nothing.
+// Waits until the word is neither pending nor running, `nanos` at most; true if it is neither. The
+// server may still write after a wait in vain, and while a load is kCancelling: a wait ends
+// nothing.
 bool wait_word(const Word& word, uint64_t nanos);
 
 // A page of state words. They are read without a guard, so it must be sealed against shrinking.

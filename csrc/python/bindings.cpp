@@ -224,7 +224,8 @@ NB_MODULE(_native, m) {
                                  static_cast<uint64_t>(std::max(0.0, seconds) * 1e9));
             },
             "index"_a, "seconds"_a, nb::call_guard<nb::gil_scoped_release>(),
-            "Wait until the operation is over, `seconds` at most. Whether it is.");
+            "Wait until the word is neither PENDING nor RUNNING, `seconds` at most; True if it is "
+            "neither.");
     nb::class_<Device>(m, "Device")
         .def_prop_ro("completion_fd", &Device::completion_fd)
         .def_prop_ro("lost", &Device::lost)

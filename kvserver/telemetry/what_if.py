@@ -82,10 +82,10 @@ class WhatIfCurve(Subscriber):
         match event:
             case LookupEnded():
                 self._looked_up(event)
-            case RequestEnded():
-                self._request_ended((event.instance_id, event.request_id))
             case ChunksStored():
                 self._stored(event)
+            case RequestEnded():
+                self._request_ended((event.instance_id, event.request_id))
             case ChunksEvicted() if event.group is not None and event.group.number >= 0:
                 number = event.group.number
                 pages = self._objects.get(event.namespace, {}).get(number, 0)

@@ -10,6 +10,8 @@ from typing import Any
 import msgspec
 import zmq
 
+from .leftovers import closed, opened
+
 Message = tuple[bytes, int, bytes]  # topic, sequence, payload
 END = (-1).to_bytes(8, "big", signed=True)
 
@@ -62,6 +64,7 @@ class Subscriber:
     def __init__(self, endpoint: str, replay_endpoint: str = "", topic: str = "") -> None:
         self.topic = topic.encode()
         self._context = zmq.Context()
+        opened(self)
         self.sub = self._context.socket(zmq.SUB)
         self.sub.setsockopt(zmq.RCVHWM, 0)
         self.sub.connect(endpoint)
@@ -127,3 +130,4 @@ class Subscriber:
 
     def close(self) -> None:
         self._context.destroy(0)
+        closed(self)
