@@ -7,8 +7,8 @@ from kvserver.protocol import Error
 from support.daemon import wait_until
 from support.worker import Operation
 
-# Per block, or per operation of a GPU's stream: three chunks take 120 or 300 ms, time enough to act in the middle.
-COPY_DELAY_US = {"cpu": 10_000, "gpu": 60_000}
+# Per block, or per operation of a GPU's stream: three chunks take 360 or 750 ms, time enough to act in the middle on a busy machine.
+COPY_DELAY_US = {"cpu": 30_000, "gpu": 150_000}
 AT_ONCE = 4  # copies of one direction: copying threads, or batches that a lane has in flight
 
 
