@@ -202,7 +202,10 @@ class Measured(NamedTuple):
 
 def measure(prompts: Prompts, pages: array[int], l1_pages: int, policy: str, hybrid: Hybrid = PLAIN) -> Measured:
     """The curve gets the events of an L1 that is the reference's."""
-    reference, curve = Reference(l1_pages, pages, policy, hybrid), WhatIfCurve(l1_pages, PAGE, policy)
+    reference, curve = (
+        Reference(l1_pages, pages, policy, hybrid),
+        WhatIfCurve(l1_pages, PAGE, policy, hybrid.interval * CHUNK_TOKENS),
+    )
     true, looked_up, seconds = [0] * (len(SIZES) + 1), 0, 0.0
     groups = Groups(hybrid.groups, 1, CHUNK_TOKENS).objects
     spec = type("Spec", (), {"object_groups": hybrid.groups, "chunk_tokens": CHUNK_TOKENS})

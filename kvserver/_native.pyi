@@ -320,10 +320,18 @@ class PrefixIndex:
     def memory_bytes(self) -> int: ...
 
 class HitRules:
-    """What a hit needs: the bits of the full groups, and of each other group (bit, chunks, or tokens of a local attention's chunk)."""
+    """What a hit needs: the bits of the full groups, and of each other group (bit, chunks, or tokens of a local attention's chunk).
+
+    Objects of the other groups are kept at multiples of `interval` chunks, too; 0: at none.
+    """
 
     def __init__(
-        self, full: int, chunk_tokens: int, others: list[tuple[int, int, int]], distinct: bool = True
+        self,
+        full: int,
+        chunk_tokens: int,
+        others: list[tuple[int, int, int]],
+        distinct: bool = True,
+        interval: int = 0,
     ) -> None: ...
 
 class WhatIfHits:
@@ -339,7 +347,7 @@ class WhatIf:
     ) -> WhatIfHits:
         """Counted for the sizes whose hit `behind` ended at chunk `found`."""
     def use(self, salt: int, keys: bytes, rules: HitRules, hits: WhatIfHits, found: int, pages: int) -> None: ...
-    def add(self, salt: int, keys: bytes, bit: int, pages: int) -> None: ...
+    def add(self, salt: int, keys: bytes, rules: HitRules, bit: int, pages: int) -> None: ...
     def remove(self, salt: int, keys: bytes, bit: int, pages: int) -> None: ...
     def clear(self) -> None: ...
     def hit_tokens(self) -> list[float]:

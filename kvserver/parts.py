@@ -88,7 +88,7 @@ class Observability:
 
     def __init__(self, settings: Settings, boot_id: str, l1_pages: int = 0, page_bytes: int = 1) -> None:
         """ConfigError if an exporter or observer of the settings cannot be made."""
-        self.what_if = WhatIfCurve(l1_pages, page_bytes, settings.eviction_policy)
+        self.what_if = WhatIfCurve(l1_pages, page_bytes, settings.eviction_policy, settings.boundary_interval)
         self.block_lifecycle = BlockLifecycle(settings.metrics_sample_rate)
         self.chunk_lifecycle = ChunkLifecycle(settings.metrics_sample_rate)
         self.ages = ResidentAges()

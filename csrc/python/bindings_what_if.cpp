@@ -36,8 +36,8 @@ auto without_lock(const WhatIf& table, std::string_view keys, Work work) {
 using Need = std::tuple<uint16_t, uint32_t, uint32_t>;
 
 HitRules to_rules(uint16_t full, uint32_t chunk_tokens, const std::vector<Need>& others,
-                  bool distinct) {
-    HitRules rules{full, chunk_tokens, distinct, {}};
+                  bool distinct, uint32_t interval) {
+    HitRules rules{full, chunk_tokens, distinct, {}, interval};
     for (const auto& [bit, chunks, local] : others) rules.others.push_back({bit, chunks, local});
     return rules;
 }
@@ -46,7 +46,8 @@ HitRules to_rules(uint16_t full, uint32_t chunk_tokens, const std::vector<Need>&
 
 void bind_what_if(nb::module_& m) {
     nb::class_<HitRules>(m, "HitRules")
-        .def(nb::new_(&to_rules), "full"_a, "chunk_tokens"_a, "others"_a, "distinct"_a = true);
+        .def(nb::new_(&to_rules), "full"_a, "chunk_tokens"_a, "others"_a, "distinct"_a = true,
+             "interval"_a = 0);
     nb::class_<WhatIf::Hits>(m, "WhatIfHits");
     nb::class_<WhatIf>(m, "WhatIf")
         .def(nb::init<uint64_t, const std::array<uint64_t, WhatIf::kUnlimited>&, bool>(),
@@ -82,11 +83,12 @@ void bind_what_if(nb::module_& m) {
             "salt"_a, "keys"_a, "rules"_a, "hits"_a, "found"_a, "pages"_a)
         .def(
             "add",
-            [](WhatIf& table, uint64_t salt, const nb::bytes& keys, uint16_t bit, uint32_t pages) {
+            [](WhatIf& table, uint64_t salt, const nb::bytes& keys, const HitRules& rules,
+               uint16_t bit, uint32_t pages) {
                 const std::string_view raw = view(keys);
-                without_lock(table, raw, [&] { table.add(salt, raw, bit, pages); });
+                without_lock(table, raw, [&] { table.add(salt, raw, rules, bit, pages); });
             },
-            "salt"_a, "keys"_a, "bit"_a, "pages"_a)
+            "salt"_a, "keys"_a, "rules"_a, "bit"_a, "pages"_a)
         .def(
             "remove",
             [](WhatIf& table, uint64_t salt, const nb::bytes& keys, uint16_t bit, uint32_t pages) {

@@ -24,6 +24,13 @@ uint64_t fold_key(uint64_t seed, const char* key) {
 
 }  // namespace
 
+size_t HitRules::first_needed(const GroupNeed& need, size_t boundary) const {
+    if (need.local_tokens != 0) {
+        return boundary * chunk_tokens / need.local_tokens * need.local_tokens / chunk_tokens;
+    }
+    return boundary > need.chunks ? boundary - need.chunks : 0;
+}
+
 WhatIf::WhatIf(uint64_t secret, const std::array<uint64_t, kUnlimited>& sizes, bool protects)
     : secret_(secret), protects_(protects) {
     for (size_t size = 0; size < kUnlimited; ++size) sizes_[size].most = sizes[size];
@@ -43,6 +50,7 @@ void WhatIf::clear() {
     std::vector<Slot>(kFirstSlots).swap(slots_);
     std::vector<Entry>(entries_of(kFirstSlots)).swap(entries_);
     std::vector<uint16_t>(entries_of(kFirstSlots)).swap(strip_of_);
+    std::vector<Others>().swap(others_);
     std::vector<Strip>(strips_of(kFirstSlots)).swap(strips_);
     renumber();
 }
@@ -55,6 +63,7 @@ size_t WhatIf::memory_bytes() const {
     size_t marks = 0;
     for (const Size& size : sizes_) marks += size.marks.size();
     return slots_.size() * sizeof(Slot) + entries_.size() * (sizeof(Entry) + sizeof(uint16_t)) +
+           others_.size() * sizeof(Others) + stores_others_.capacity() +
            strips_.size() * sizeof(Strip) + empty_strips_.capacity() * sizeof(uint32_t) +
            stretches_.capacity() * sizeof(Stretch) + looked_.capacity() * sizeof(Looked) +
            marks * sizeof(Mark) + sizeof(*this);
@@ -143,6 +152,7 @@ WhatIf::Hits WhatIf::lookup(uint64_t salt, std::string_view raw, const HitRules&
     const bool each = rules.full == 0 || !rules.others.empty();
     Hits hits;
     look(salt, keys, rules, hits, each);
+    hits.full = hits.boundary;
     for (size_t size = 0; each && size < kSizes; ++size) {
         const size_t at = boundary(size, rules, hits.boundary[size]);
         hits.boundary[size] = static_cast<uint32_t>(at);
@@ -159,6 +169,7 @@ void WhatIf::look(uint64_t salt, const Keys& keys, const HitRules& rules, Hits& 
     looked_.clear();
     uint8_t going = kAllSizes;
     double counted = 0;
+    const bool hybrid = each && !others_.empty();
     const auto lack = [&](size_t at, uint8_t sizes) {
         for (uint8_t end = going & sizes; end != 0; end &= end - 1) {
             hits.boundary[std::countr_zero(end)] = static_cast<uint32_t>(at);
@@ -184,6 +195,7 @@ void WhatIf::look(uint64_t salt, const Keys& keys, const HitRules& rules, Hits& 
         const size_t end = at + stretch(keys, at, time, keys.count);
         for (uint32_t used = time; at < end;) {
             const Entry state = entries_[used];
+            const Others others = this->others(used);
             const Place where = place(used, state);
             const uint8_t sizes = where.has | kOnlyUnlimited;
             const auto groups = static_cast<uint16_t>(state >> kGroupsAt);
@@ -193,13 +205,15 @@ void WhatIf::look(uint64_t salt, const Keys& keys, const HitRules& rules, Hits& 
             for (; at < end && used >= where.floor; ++at, --used) {
                 Entry& entry = entries_[used];
                 if (((entry ^ state) & kState & ~kLooked) != 0) break;
+                if (hybrid && others_[used] != others) break;
                 if (rules.distinct && (entry & kLooked) == 0) {
                     count_key(at);
                     entry |= kLooked;
                 }
                 counted += each_counts;
                 if (each) {
-                    looked_.push_back({sizes, groups, counted});
+                    looked_.push_back(
+                        {static_cast<uint8_t>(sizes & ~others.lacking), groups, counted});
                 }
             }
         }
@@ -214,11 +228,7 @@ size_t WhatIf::boundary(size_t size, const HitRules& rules, size_t full) const {
     for (bool again = true; again;) {  // each boundary above a missing chunk needs it, too
         again = false;
         for (const GroupNeed& need : rules.others) {
-            size_t first = hit > need.chunks ? hit - need.chunks : 0;
-            if (need.local_tokens != 0) {
-                first = hit * rules.chunk_tokens / need.local_tokens * need.local_tokens /
-                        rules.chunk_tokens;
-            }
+            const size_t first = rules.first_needed(need, hit);
             for (size_t i = hit; i-- > first;) {
                 if ((looked_[i].sizes >> size & 1) != 0 && (looked_[i].groups & need.bit) != 0) {
                     continue;

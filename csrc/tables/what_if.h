@@ -23,11 +23,17 @@
 // is used again is listed whatever its hash. Hot prompts are therefore exact; to sample them errs
 // by tens of percent.
 //
+// Hybrid models: the objects of groups that are not full attention are stored at few chunks, which
+// differ by size. A size to which a chunk returns lacks them, until L1 stores them or it would have
+// stored them itself where L1 had them: for the boundaries at the prompt's end, where its own
+// chunks of full attention ended, and every `interval` chunks. What only it would have stored is
+// not known, and what L1 stored counts for the larger sizes that have the chunk, too.
+//
 // Keys are chosen by clients: places and what is sampled depend on a secret. `distinct()` does not,
 // so that the sketches of several daemons can be merged.
 //
-// One thread uses it; any may read hit_tokens(). Memory: at most 12 MiB, in proportion to the
-// chunks listed before that.
+// One thread uses it; any may read hit_tokens(). Memory: at most 12 MiB, 15 with hybrid models, in
+// proportion to the chunks listed before that.
 #pragma once
 
 #include <array>
@@ -56,6 +62,10 @@ struct HitRules {
     uint32_t chunk_tokens = 1;
     bool distinct = true;  // chunks of lookups are in distinct()
     std::vector<GroupNeed> others;
+    uint32_t interval = 0;  // chunks between boundaries that are kept for the others; 0: none
+
+    // Of the chunks before a hit's boundary the first one whose object the hit needs.
+    size_t first_needed(const GroupNeed& need, size_t boundary) const;
 };
 
 class WhatIf {
@@ -68,6 +78,7 @@ class WhatIf {
     struct Hits {
         std::array<uint32_t, kSizes> boundary{};
         std::array<double, kSizes> chunks{};
+        std::array<uint32_t, kSizes> full{};  // where full attention's chunks ended
     };
 
     // `sizes`: in pages, ascending. `protects`: they evict by SLRU.
@@ -84,10 +95,11 @@ class WhatIf {
              size_t found, uint32_t pages);
 
     // Objects of one group became READY, `pages` each: their chunks were stored, the first one
-    // last.
-    void add(uint64_t salt, std::string_view keys, uint16_t bit, uint32_t pages);
+    // last. Of the rules it reads `full`.
+    void add(uint64_t salt, std::string_view keys, const HitRules& rules, uint16_t bit,
+             uint32_t pages);
 
-    // Objects of one group were dropped, and their chunks were not.
+    // Objects of one group, which is not full attention, were dropped, and their chunks were not.
     void remove(uint64_t salt, std::string_view keys, uint16_t bit, uint32_t pages);
 
     void clear();
@@ -139,6 +151,13 @@ class WhatIf {
     static constexpr Entry kLooked = 1 << 28;       // is in distinct()
     static constexpr Entry kState = (Entry{1} << kSlotAt) - 1;
 
+    // Of a chunk the objects of groups that are not full attention: their pages, and a bit for each
+    // size that lacks them.
+    struct Others {
+        uint32_t lacking : 8, pages : 24;
+        bool operator==(const Others&) const = default;
+    };
+
     // Chunks with the bit whose times are `from` or later were demoted at `now` or later.
     struct Mark {
         uint32_t from, now;
@@ -161,7 +180,7 @@ class WhatIf {
     struct Stretch {
         uint32_t first, length, time;
     };
-    // Of a chunk of a lookup: the sizes that have it.
+    // Of a chunk of a lookup: the sizes that have it, and all its objects.
     struct Looked {
         uint8_t sizes;
         uint16_t groups;
@@ -190,13 +209,19 @@ class WhatIf {
     size_t boundary(size_t size, const HitRules& rules, size_t full) const;
     Place place(uint32_t time, Entry entry) const;
     uint8_t counted_in(Entry entry) const;
+    Others others(uint32_t time) const { return others_.empty() ? Others{} : others_[time]; }
+    static uint64_t pages_in(size_t size, Entry entry, Others others) {
+        return (entry & kPages) - ((others.lacking >> size & 1) != 0 ? others.pages : 0);
+    }
 
+    void find_stores(size_t chunks, const HitRules& rules, const Hits& hits);
     void use_block(const Keys& keys, size_t first, size_t end, const Hits& hits, size_t listed,
                    uint16_t bits, uint32_t pages);
     void move(const Stretch& stretch, const Hits& hits);
     uint32_t move_strip(uint32_t time, uint32_t most);
     uint32_t next_spot();
-    void count_run(Entry state, const Place& where, Entry used, uint64_t chunks);
+    void count_run(Entry state, const Place& where, Entry used, Others was, Others is,
+                   uint64_t chunks);
     void list(uint64_t hash, uint16_t bits, uint32_t pages);
     void add_pages(uint32_t time, uint16_t bits, uint32_t pages);
     void returning(const Hits& hits);
@@ -218,6 +243,7 @@ class WhatIf {
     void thin_out();
     void count_again();
     std::vector<uint32_t*> limits();
+    void change_time(uint32_t from, uint32_t to);
     void close_gaps();
     void renumber();
     void rebuild(size_t slots);
@@ -234,6 +260,7 @@ class WhatIf {
     std::vector<Slot> slots_;
     std::vector<Entry> entries_;          // 3 for 2 slots
     std::vector<uint16_t> strip_of_;      // of the chunk at each time
+    std::vector<Others> others_;          // of the chunk at each time; none before the first ones
     std::vector<Strip> strips_;           // the first one has no chunks
     std::vector<uint32_t> empty_strips_;  // of the first `next_strip_`
     uint32_t next_strip_ = 1, open_strip_ = 0;
@@ -241,6 +268,10 @@ class WhatIf {
     std::vector<Stretch> stretches_;                // of a block
     std::array<uint32_t, kUnlimited> returning_{};  // chunks before it return soon after eviction
     std::vector<Looked> looked_;
+    // Of this call: objects of other groups are added; for each chunk, the sizes that store them
+    // if it returns (empty while others_ is).
+    bool adds_others_ = false;
+    std::vector<uint8_t> stores_others_;
     std::array<std::atomic<double>, kSizes> hit_tokens_{};
     std::array<char, 1 << kRegisterBits> registers_{};
 };

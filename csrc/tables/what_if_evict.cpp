@@ -27,10 +27,11 @@ void WhatIf::evict_oldest(size_t at, uint64_t most) {
     const Entry sampled = at < exact_ ? 0 : kSampledFlag;
     uint64_t pages = size.pages, chunks = size.chunks;
     uint32_t time = size.fresh;
+    const bool hybrid = !others_.empty();
     for (; pages > most && time < now_; ++time) {
         const Entry entry = entries_[time];
         if (entry == 0 || (entry & sampled) != sampled) continue;
-        pages -= entry & kPages;
+        pages -= hybrid ? pages_in(at, entry, others_[time]) : entry & kPages;
         --chunks;
     }
     size.pages = pages;
@@ -68,7 +69,8 @@ bool WhatIf::evict(size_t at) {
             leaves = &size.demoted;
         }
         if (leaves == nullptr) continue;
-        size.pages -= entries_[(*leaves)++] & kPages;
+        size.pages -= pages_in(at, entries_[*leaves], others(*leaves));
+        ++*leaves;
         --size.chunks;
         --size.room;
         return true;

@@ -25,6 +25,7 @@ void WhatIf::grow() {
     renumber();
     entries_.resize(entries_of(slots_.size()));
     strip_of_.resize(entries_.size());
+    if (!others_.empty()) others_.resize(entries_.size());
     strips_.resize(strips_of(slots_.size()));
 }
 
@@ -60,6 +61,11 @@ std::vector<uint32_t*> WhatIf::limits() {
     return times;
 }
 
+void WhatIf::change_time(uint32_t from, uint32_t to) {
+    entries_[to] = std::exchange(entries_[from], 0);
+    if (!others_.empty()) others_[to] = others_[from];
+}
+
 // Strips follow each other without times between them, and keep their spots: no slot is touched.
 void WhatIf::close_gaps() {
     const std::vector<uint32_t*> times = limits();
@@ -75,7 +81,7 @@ void WhatIf::close_gaps() {
         if (used) to = from - shift;
         while (next != times.end() && **next <= from) **next++ = to;
         if (!used) continue;
-        entries_[to] = std::exchange(entries_[from], 0);
+        change_time(from, to);
         strip_of_[to++] = last;
     }
     now_ = to;
@@ -100,7 +106,7 @@ void WhatIf::renumber() {
         Times& around = renumbered[from / 64];
         if (around.used == 0) around.to = to;
         around.used |= uint64_t{1} << from % 64;
-        entries_[to++] = std::exchange(entries_[from], 0);
+        change_time(from, to++);
     }
     now_ = to;
     for (Slot& slot : slots_) {  // in the order of memory
@@ -179,7 +185,7 @@ void WhatIf::count_again() {
         for (uint8_t left = where.has & counted; left != 0; left &= left - 1) {
             Size& size = sizes_[std::countr_zero(left)];
             ++size.chunks;
-            size.pages += entry & kPages;
+            size.pages += pages_in(std::countr_zero(left), entry, others(time));
             size.protected_chunks += where.keeps >> std::countr_zero(left) & 1;
         }
     }

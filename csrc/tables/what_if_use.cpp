@@ -12,6 +12,8 @@ void WhatIf::use(uint64_t salt, std::string_view raw, const HitRules& rules, con
     const size_t listed = pages == 0 || rules.full == 0 ? 0 : std::min(found, keys.count);
     const size_t hit = *std::ranges::max_element(hits.boundary);
     begin_ = now_;
+    adds_others_ = false;
+    if (!others_.empty()) find_stores(keys.count, rules, hits);
     for (size_t end = std::min(keys.count, std::max(found, hit)); end > 0;) {
         const size_t first = (end - 1) / kBlock * kBlock;
         use_block(keys, first, end, hits, listed, listed != 0 ? rules.full : 0, pages);
@@ -19,9 +21,13 @@ void WhatIf::use(uint64_t salt, std::string_view raw, const HitRules& rules, con
     }
 }
 
-void WhatIf::add(uint64_t salt, std::string_view raw, uint16_t bit, uint32_t pages) {
+void WhatIf::add(uint64_t salt, std::string_view raw, const HitRules& rules, uint16_t bit,
+                 uint32_t pages) {
     const Keys keys = keys_of(salt, raw);
     begin_ = now_;
+    adds_others_ = (bit & rules.full) == 0;
+    if (adds_others_) others_.resize(entries_.size());
+    if (!others_.empty()) stores_others_.assign(keys.count, adds_others_ ? kAllSizes : 0);
     for (size_t end = keys.count; end > 0;) {
         const size_t first = (end - 1) / kBlock * kBlock;
         use_block(keys, first, end, {}, keys.count, bit, std::max<uint32_t>(1, pages));
@@ -35,12 +41,34 @@ void WhatIf::remove(uint64_t salt, std::string_view raw, uint16_t bit, uint32_t 
         const uint32_t time = time_of(keys, at);
         Entry& entry = entries_[time];
         if (time == 0 || (entry & Entry{bit} << kGroupsAt) == 0) continue;
-        const uint64_t fewer = std::min<uint64_t>(pages, (entry & kPages) - 1);
-        const uint8_t of = place(time, entry).has & counted_in(entry);
+        const Others others = this->others(time);
+        const uint64_t fewer = std::min<uint64_t>({pages, others.pages, (entry & kPages) - 1});
+        const uint8_t of = place(time, entry).has & counted_in(entry) & ~others.lacking;
         for (size_t size = 0; size < kUnlimited; ++size) {
             if ((of >> size & 1) != 0) sizes_[size].pages -= fewer;
         }
+        if (fewer != 0) others_[time].pages -= fewer;
         entry = (entry - fewer) & ~(Entry{bit} << kGroupsAt);
+    }
+}
+
+// Which chunks' objects of other groups each size's engine would keep, by the rule of
+// adapters/common/boundaries.py.
+void WhatIf::find_stores(size_t chunks, const HitRules& rules, const Hits& hits) {
+    stores_others_.assign(chunks, 0);
+    const auto keep = [&](size_t boundary, uint8_t sizes) {
+        for (const GroupNeed& need : rules.others) {
+            for (size_t i = rules.first_needed(need, boundary); i < boundary; ++i) {
+                stores_others_[i] |= sizes;
+            }
+        }
+    };
+    keep(chunks, kAllSizes);
+    for (size_t size = 0; size < kUnlimited; ++size) {
+        if (hits.full[size] > hits.boundary[size]) keep(hits.full[size], 1 << size);
+    }
+    for (size_t at = rules.interval; at != 0 && at <= chunks; at += rules.interval) {
+        keep(at, kAllSizes);
     }
 }
 
@@ -50,12 +78,14 @@ void WhatIf::use_block(const Keys& keys, size_t first, size_t end, const Hits& h
                        uint16_t bits, uint32_t pages) {
     reserve(end - first);
     stretches_.clear();
+    const Entry groups = Entry{bits} << kGroupsAt;
     for (size_t at = first; at < end;) {
         const uint32_t time = time_of(keys, at);
         const size_t length = time == 0 ? 1 : stretch(keys, at, time, end);
         stretches_.push_back({static_cast<uint32_t>(at), static_cast<uint32_t>(length), time});
         for (size_t i = 0; time != 0 && bits != 0 && i < length && at + i < listed; ++i) {
-            add_pages(time - static_cast<uint32_t>(i), bits, pages);
+            const auto used = static_cast<uint32_t>(time - i);
+            if ((entries_[used] & groups) != groups) add_pages(used, bits, pages);
         }
         at += length;
     }
@@ -73,14 +103,15 @@ void WhatIf::use_block(const Keys& keys, size_t first, size_t end, const Hits& h
 
 void WhatIf::add_pages(uint32_t time, uint16_t bits, uint32_t pages) {
     Entry& entry = entries_[time];
-    const Entry groups = Entry{bits} << kGroupsAt;
-    if (entry == 0 || (entry & groups) == groups) return;
+    if (entry == 0) return;  // twice in a prompt
     const uint64_t more = std::min<uint64_t>(pages, kPages - (entry & kPages));
-    const uint8_t of = place(time, entry).has & counted_in(entry);
+    const uint8_t lacking = adds_others_ ? others_[time].lacking : 0;
+    const uint8_t of = place(time, entry).has & counted_in(entry) & ~lacking;
     for (size_t size = 0; size < kUnlimited; ++size) {
         if ((of >> size & 1) != 0) sizes_[size].pages += more;
     }
-    entry = (entry + more) | groups;
+    if (adds_others_) others_[time].pages += more;
+    entry = (entry + more) | Entry{bits} << kGroupsAt;
 }
 
 // A prompt that is stored again soon after its eviction returns as one that is used: each size's
@@ -115,6 +146,8 @@ void WhatIf::returning(const Hits& hits) {
 void WhatIf::move(const Stretch& stretch, const Hits& hits) {
     Entry state = 0, used = 0;
     Place where;
+    Others was{}, is{};
+    uint8_t stores = 0;
     uint32_t floor = 0;
     uint64_t run = 0;
     const auto before = [&](uint32_t at, const auto& bounds) {
@@ -125,30 +158,38 @@ void WhatIf::move(const Stretch& stretch, const Hits& hits) {
         }
         return sizes;
     };
+    const bool hybrid = !others_.empty();
     uint32_t in_strip = 0;  // the next ones that move with their strip
     for (uint32_t i = stretch.length; i-- > 0;) {
         const uint32_t time = stretch.time - i, at = stretch.first + i;
         const Entry entry = entries_[time];
         if (entry == 0) continue;  // twice in a prompt
-        if (run == 0 || (entry & kState) != state || time >= where.ceiling || at < floor) {
-            count_run(state, where, used, run);
+        if (run == 0 || (entry & kState) != state || time >= where.ceiling || at < floor ||
+            (hybrid && (others_[time] != was || stores_others_[at] != stores))) {
+            count_run(state, where, used, was, is, run);
             run = 0;
             state = entry & kState;
             where = place(time, entry);
+            was = is = others(time);
+            stores = hybrid ? stores_others_[at] : 0;
+            uint8_t found =
+                0;  // by sizes that, as L1, evict nothing of a prompt for the rest of it
             if (protects_) {
                 floor = 0;
+                found = before(at, hits.boundary);
                 const uint8_t back = before(at, returning_) & ~where.has;
-                used = Entry{uint8_t(where.keeps | before(at, hits.boundary) | back)} << kUsedAt &
-                       kUsed;
+                used = Entry{uint8_t(where.keeps | found | back)} << kUsedAt & kUsed;
             }
+            is.lacking = (was.lacking | ~(where.has | found)) & (kOnlyUnlimited - 1) & ~stores;
         }
         ++run;
         if (in_strip == 0) in_strip = move_strip(time, i + 1);
         --in_strip;
         entries_[time] = 0;
+        if (hybrid) others_[now_] = is;
         entries_[now_++] = (entry & ~kUsed) | used | kWhole;
     }
-    count_run(state, where, used, run);
+    count_run(state, where, used, was, is, run);
 }
 
 // The chunk at this time and those of its strip are used now, if these are all it has and among the
@@ -193,15 +234,19 @@ uint32_t WhatIf::next_spot() {
 }
 
 // Chunks of an equal state were moved or listed from where they were, and have the bits `used` now.
-void WhatIf::count_run(Entry state, const Place& where, Entry used, uint64_t chunks) {
+void WhatIf::count_run(Entry state, const Place& where, Entry used, Others was, Others is,
+                       uint64_t chunks) {
     const auto bits = static_cast<uint8_t>(used >> kUsedAt);
-    const uint8_t of = chunks == 0 ? 0 : counted_in(state) & (~where.has | (bits & ~where.keeps));
-    for (uint8_t left = of; left != 0; left &= left - 1) {
+    const auto lacked = static_cast<uint8_t>(was.lacking & ~is.lacking);
+    const uint8_t of = counted_in(state) & (~where.has | (bits & ~where.keeps) | lacked);
+    for (uint8_t left = chunks == 0 ? 0 : of; left != 0; left &= left - 1) {
         const auto i = std::countr_zero(left);
         Size& size = sizes_[i];
         if ((where.has >> i & 1) == 0) {
             size.chunks += chunks;
-            size.pages += chunks * (state & kPages);
+            size.pages += chunks * pages_in(i, state, is);
+        } else if ((lacked >> i & 1) != 0) {
+            size.pages += chunks * is.pages;
         }
         if ((bits & ~where.keeps) >> i & 1) size.protected_chunks += chunks;
     }
@@ -215,9 +260,12 @@ void WhatIf::list(uint64_t hash, uint16_t bits, uint32_t pages) {
         std::min<uint64_t>(pages, kPages) | sampled | kWhole | Entry{bits} << kGroupsAt;
     entries_[now_] = state | Entry{at} << kSlotAt;
     slots_[at] = {hash, next_spot()};
+    Others others{kOnlyUnlimited - 1, 0};
+    if (adds_others_) others = {0, static_cast<uint32_t>(state & kPages)};
+    if (!others_.empty()) others_[now_] = others;
     ++now_;
     ++size_;
-    count_run(state, {}, 0, 1);
+    count_run(state, {}, 0, others, others, 1);
 }
 
 }  // namespace kvserver

@@ -7,9 +7,9 @@ chunks (`csrc/tables/what_if.h`), what L1 has. Runs in the bus's thread; `status
 hundredths of the cache. L1 does not evict chunks that requests lease; single blocks of tails are as old as their store, in L1
 as the chunk before them, and count where a size's hit ends at L1's own; chunks of a namespace that was cleared still count as used after older
 ones until they are older themselves; a store's chunks that were resident already are not used again; what
-was dropped as a bus's event is not known (`kvserver_events_dropped_total`). Of hybrid models a chunk's objects age together, as in L1. A chunk that a size evicted and
-that is stored again counts as having the window's and state's objects of before, too; where older chunks are sampled, those that are not
-in the sample count as having them.
+was dropped as a bus's event is not known (`kvserver_events_dropped_total`). Of hybrid models a chunk's objects age together, as in L1. A size
+that stores a chunk again has the windows and states that an engine would keep for it, where L1 or another size has them, too;
+where older chunks are sampled, those that are not in the sample count as having them.
 """
 
 from __future__ import annotations
@@ -63,11 +63,12 @@ class _Open(NamedTuple):
 class WhatIfCurve(Subscriber):
     name = "what_if"
 
-    def __init__(self, l1_pages: int, page_bytes: int, policy: str = _LRU) -> None:
+    def __init__(self, l1_pages: int, page_bytes: int, policy: str = _LRU, boundary_interval: int = 0) -> None:
         self._page_bytes = page_bytes
         self._pages = [int(size * l1_pages) for size in SIZES]
         self._policy = policy if policy in _PROTECTS else _LRU
         self._table = WhatIf(secrets.randbits(64), self._pages, _PROTECTS[self._policy])
+        self._boundary_interval = boundary_interval
         self._rules: dict[str, HitRules] = {}  # by instance; of others one full group
         # By namespace, and -1 - group of single blocks: pages of an object, all ranks together.
         self._objects: OrderedDict[bytes, dict[int, int]] = OrderedDict()
@@ -94,7 +95,9 @@ class WhatIfCurve(Subscriber):
                 self._cleared(event.namespace)
             case NamespaceFormed():
                 spec = event.ranks[0]
-                self._rules[event.instance_id] = rules_of(spec.object_groups, spec.chunk_tokens)
+                self._rules[event.instance_id] = rules_of(
+                    spec.object_groups, spec.chunk_tokens, self._boundary_interval
+                )
             case InstanceDisconnected():
                 self._rules.pop(event.instance_id, None)
                 for owner in [owner for owner in self._open if owner[0] == event.instance_id]:
@@ -170,7 +173,8 @@ class WhatIfCurve(Subscriber):
         if len(self._objects) > _MOST_NAMESPACES:
             self._objects.popitem(last=False)
         salt = self._salt(event.namespace, event.group.number < 0)
-        self._table.add(salt, event.keys, 1 << event.group.place, event.pages)
+        rules = self._rules.get(event.instance_id, _ONE_GROUP)
+        self._table.add(salt, event.keys, rules, 1 << event.group.place, event.pages)
 
     def _salt(self, namespace: bytes, tails: bool) -> int:
         """The same in all daemons that have been cleared as often: their sketches can be merged."""
@@ -194,7 +198,7 @@ class WhatIfCurve(Subscriber):
             self._table.clear()
 
 
-def rules_of(groups: Sequence[ObjectGroup], chunk_tokens: int) -> HitRules:
+def rules_of(groups: Sequence[ObjectGroup], chunk_tokens: int, boundary_interval: int) -> HitRules:
     full, others, far = 0, [], _MOST_CHUNKS
     for number, group in enumerate(groups):
         if group.kind == "full":
@@ -203,7 +207,7 @@ def rules_of(groups: Sequence[ObjectGroup], chunk_tokens: int) -> HitRules:
             others.append((1 << number, 0, group.tokens))
         else:
             others.append((1 << number, far - group.first_needed(far, chunk_tokens), 0))
-    return HitRules(full, chunk_tokens, others)
+    return HitRules(full, chunk_tokens, others, interval=boundary_interval // chunk_tokens)
 
 
 # ---- of several daemons -----------------------------------------------------------------------

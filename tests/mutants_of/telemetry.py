@@ -80,7 +80,16 @@ MUTANTS = (
     ),
     Mutant(
         "hybrid models hit wherever full attention does",
-        WHAT_IF, "rules_of", "HitRules(full, chunk_tokens, others)", "HitRules(full, chunk_tokens, [])", WHAT_IF_UNIT,
+        WHAT_IF, "rules_of", "HitRules(full, chunk_tokens, others,", "HitRules(full, chunk_tokens, [],", WHAT_IF_UNIT,
+    ),
+    Mutant(
+        "windows and states count as stored again where they were, as full attention is",
+        WHAT_IF, "WhatIfCurve._stored", "rules, 1 << event.group.place", "HitRules(0xFFFF, 1, []), 1 << event.group.place",
+        WHAT_IF_UNIT,
+    ),
+    Mutant(
+        "states at the interval are not stored again by smaller sizes",
+        WHAT_IF, "rules_of", "boundary_interval // chunk_tokens", "0", WHAT_IF_UNIT,
     ),
     Mutant(
         "an object of several ranks or groups has the first group's pages",

@@ -9,8 +9,13 @@ WHAT_IF_DAEMON = ("daemon/test_what_if.py",)
 MUTANTS = (
     Mutant(
         "the curve is LRU's whatever L1's policy",
-        "kvserver/parts.py", "Observability.__init__", "page_bytes, settings.eviction_policy)", "page_bytes)",
+        "kvserver/parts.py", "Observability.__init__", "page_bytes, settings.eviction_policy,", 'page_bytes, "lru",',
         WHAT_IF_DAEMON,
+    ),
+    Mutant(
+        "the curve knows of no boundaries at the interval",
+        "kvserver/parts.py", "Observability.__init__", "settings.boundary_interval", "0",
+        ("unit/telemetry/test_what_if.py",),
     ),
     Mutant(
         "the sketch of /status is never made",

@@ -26,3 +26,11 @@ def test_no_size_is_more_than_two_points_from_an_exact_cache_where_old_chunks_ar
     assert max(found.true) - min(found.true) > 0.3, "sizes differ"
     assert found.p90 <= 2, found
     assert found.memory_bytes <= MOST_BYTES
+
+
+@pytest.mark.parametrize("policy", ["lru", "slru"])
+@pytest.mark.parametrize("workload", ["chat, hybrid", "far, hybrid", "documents, all boundaries"])
+def test_no_size_is_more_than_two_points_from_an_exact_cache_of_a_hybrid_model(workload: str, policy: str) -> None:
+    found = what_if.synthetic(workload, 10_000, policy)
+    assert max(found.true) - min(found.true) > 0.1, "sizes differ"
+    assert max(map(abs, found.errors)) <= 2, found

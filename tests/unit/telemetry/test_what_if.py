@@ -11,6 +11,7 @@ import pytest
 from kvserver._native import HitRules, WhatIf
 from kvserver.cache import POLICIES, Cache, Groups, LookupOutcome
 from kvserver.cache.pages import PagePool
+from kvserver.config import Settings
 from kvserver.events import (
     Bus,
     ChunksEvicted,
@@ -22,6 +23,7 @@ from kvserver.events import (
     NamespaceFormed,
     RequestEnded,
 )
+from kvserver.parts import Observability
 from kvserver.protocol import KEY_BYTES, ObjectGroup
 from kvserver.telemetry import WhatIfCurve, merge_what_if
 from kvserver.telemetry.what_if import SIZES
@@ -80,7 +82,7 @@ class World:
         self.l1 = L1(pages, groups, object_pages, policy)
         self.others = [L1(int(size * pages), groups, object_pages, policy) for size in SIZES]
         self.others.append(L1(1 << 22, groups, object_pages, policy))
-        self.curve = WhatIfCurve(pages, PAGE, policy)
+        self.curve = WhatIfCurve(pages, PAGE, policy, boundary_interval=CHUNK_TOKENS)  # at each all is stored
         self.looked_up = 0
         spec = type("Spec", (), {"object_groups": groups, "chunk_tokens": CHUNK_TOKENS})
         self.curve.handle(NamespaceFormed(0, "i", "m", b"", (spec,)))  # type: ignore[arg-type]
@@ -303,6 +305,113 @@ def test_a_prompt_that_repeats_its_keys_is_each_of_them_once(protects: bool) -> 
     keys = b"".join(number.to_bytes(KEY_BYTES, "little") for number in range(15)) * 50
     for _ in range(100):
         hits = table.lookup(7, keys, rules, 256)
-        table.add(7, keys, 1, 1)
+        table.add(7, keys, rules, 1, 1)
         table.use(7, keys, rules, hits, 750, 1)
         assert len(table) == 15
+
+
+# ---- hybrid models: what a size lacks ---------------------------------------------------------
+
+
+class Hybrid:
+    """The curve of an L1 of 100 pages, and what it learns of a model with a state (`state_pages`) beside full attention (a page)."""
+
+    GROUPS = (*FULL, ObjectGroup("state", (1,), CHUNK_TOKENS))
+
+    def __init__(self, curve: WhatIfCurve | None = None, state_pages: int = 1) -> None:
+        self.curve = curve or WhatIfCurve(100, PAGE)
+        self.state_pages = state_pages
+        self.full, self.state = Groups(self.GROUPS, 1, CHUNK_TOKENS).objects
+        spec = type("Spec", (), {"object_groups": self.GROUPS, "chunk_tokens": CHUNK_TOKENS})
+        self.curve.handle(NamespaceFormed(0, "i", "m", b"", (spec,)))  # type: ignore[arg-type]
+
+    def store(self, keys: bytes, state_at: int | None = None) -> None:
+        self.curve.handle(ChunksStored(0, "i", "m", b"n", keys, self.full, 1))
+        if state_at is not None:
+            key = keys[state_at * KEY_BYTES :][:KEY_BYTES]
+            self.curve.handle(ChunksStored(0, "i", "m", b"n", key, self.state, self.state_pages))
+
+    def drop_state(self, key: bytes) -> None:
+        self.curve.handle(ChunksEvicted(0, b"n", key, self.state))
+
+    def flood(self, first: int, last: int) -> None:
+        """As many pages of other prompts."""
+        self.store(keys_of(2, first, last))
+
+    def found(self, keys: bytes, in_l1: int = 0, instance: str = "i") -> list[int]:
+        """Chunks by size. The request of an engine that is not known ("full") needs full attention only."""
+        before = [one.would_hit_tokens for one in self.curve.status().sizes]
+        outcome = LookupOutcome(len(keys) // KEY_BYTES, in_l1)
+        self.curve.handle(LookupEnded(0, instance, "m", "r", 0, keys, outcome, CHUNK_TOKENS, b"n"))
+        self.curve.handle(RequestEnded(0, instance, "m", "r"))
+        after = [one.would_hit_tokens for one in self.curve.status().sizes]
+        return [(new - old) // CHUNK_TOKENS for new, old in zip(after, before, strict=True)]
+
+
+def test_a_prompt_that_is_stored_again_lacks_its_former_state_in_the_sizes_that_evicted_it() -> None:
+    hybrid, keys = Hybrid(), keys_of(1, 0, 4)
+    hybrid.store(keys[: 2 * KEY_BYTES], state_at=1)
+    hybrid.flood(0, 120)  # sizes of 25, 50 and 100 pages
+    hybrid.store(keys, state_at=3)
+    assert hybrid.found(keys) == [4] * 7, "its new state"
+    assert hybrid.found(keys[: 3 * KEY_BYTES]) == [0, 0, 0, 2, 2, 2, 2]
+
+
+def test_a_state_that_a_size_lacks_uses_no_pages_of_it() -> None:
+    hybrid, keys = Hybrid(state_pages=20), keys_of(1, 0, 4)
+    hybrid.store(keys[: 2 * KEY_BYTES], state_at=1)
+    hybrid.flood(0, 120)
+    hybrid.store(keys, state_at=3)  # 24 pages of L1
+    hybrid.flood(200, 276)
+    assert hybrid.found(keys)[SIZES.index(1)] == 4
+    hybrid.flood(300, 377)
+    assert hybrid.found(keys)[SIZES.index(1)] < 4
+
+
+def test_a_state_that_a_size_lacks_frees_no_pages_of_it_when_it_is_dropped() -> None:
+    hybrid, keys = Hybrid(state_pages=20), keys_of(1, 0, 2)
+    hybrid.store(keys, state_at=1)
+    hybrid.flood(0, 120)
+    hybrid.store(keys)
+    hybrid.drop_state(keys[KEY_BYTES:])
+    hybrid.flood(200, 210)  # L1 has these 10, the 2 above, and 88 of the first flood, whose first chunk is the youngest
+    assert hybrid.found(keys_of(2, 87, 88), instance="full")[SIZES.index(1)] == 1
+    assert hybrid.found(keys_of(2, 88, 89), instance="full")[SIZES.index(1)] == 0
+
+
+def test_the_state_at_a_prompts_end_is_stored_again_by_a_size_though_l1_has_it() -> None:
+    hybrid, keys = Hybrid(), keys_of(1, 0, 4)
+    hybrid.store(keys, state_at=3)
+    hybrid.flood(0, 50)
+    assert hybrid.found(keys, in_l1=4) == [0, 0, 4, 4, 4, 4, 4]
+    assert hybrid.found(keys, in_l1=4) == [4] * 7
+
+
+def test_the_state_where_a_sizes_full_attention_ended_is_stored_by_it_though_l1_has_it() -> None:
+    hybrid, keys = Hybrid(), keys_of(1, 0, 5)
+    hybrid.store(keys[: 4 * KEY_BYTES], state_at=3)
+    hybrid.flood(0, 50)
+    assert hybrid.found(keys, in_l1=4) == [0, 0, 4, 4, 4, 4, 4]
+    assert hybrid.found(keys, in_l1=4) == [0, 0, 4, 4, 4, 4, 4], "their full attention's end was elsewhere"
+    assert hybrid.found(keys, in_l1=4) == [4] * 7
+
+
+@pytest.mark.parametrize(("interval", "found"), [(0, 0), (2, 2), (3, 0)])
+def test_states_at_the_interval_are_stored_again_by_a_size_though_l1_has_them(interval: int, found: int) -> None:
+    settings = Settings(boundary_interval=interval * CHUNK_TOKENS, eviction_policy="lru")
+    hybrid, keys = Hybrid(Observability(settings, "boot", 100, PAGE).what_if), keys_of(1, 0, 5)
+    hybrid.store(keys[: 2 * KEY_BYTES], state_at=1)
+    hybrid.flood(0, 50)
+    assert hybrid.found(keys, in_l1=2) == [0, 0, 2, 2, 2, 2, 2]
+    assert hybrid.found(keys, in_l1=2) == [found, found, 2, 2, 2, 2, 2]
+
+
+def test_a_size_with_a_protected_segment_keeps_the_state_of_what_a_long_prompt_found() -> None:
+    hybrid, keys = Hybrid(WhatIfCurve(100, PAGE, "slru")), keys_of(1, 0, 34)
+    prefix = keys[: 5 * KEY_BYTES]
+    hybrid.store(prefix, state_at=3)
+    assert hybrid.found(prefix, in_l1=4) == [4] * 7
+    hybrid.curve.handle(lookup_of(keys, 4))
+    hybrid.store(keys[4 * KEY_BYTES :])  # 30 chunks: more than the smallest size has pages
+    hybrid.curve.handle(RequestEnded(0, "i", "m", "r"))
+    assert hybrid.found(prefix, in_l1=4) == [4] * 7
