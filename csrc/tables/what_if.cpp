@@ -64,9 +64,8 @@ size_t WhatIf::memory_bytes() const {
     for (const Size& size : sizes_) marks += size.marks.size();
     return slots_.size() * sizeof(Slot) + entries_.size() * (sizeof(Entry) + sizeof(uint16_t)) +
            others_.size() * sizeof(Others) + stores_others_.capacity() +
-           strips_.size() * sizeof(Strip) + empty_strips_.capacity() * sizeof(uint32_t) +
-           stretches_.capacity() * sizeof(Stretch) + looked_.capacity() * sizeof(Looked) +
-           marks * sizeof(Mark) + sizeof(*this);
+           strips_.size() * sizeof(Strip) + stretches_.capacity() * sizeof(Stretch) +
+           looked_.capacity() * sizeof(Looked) + marks * sizeof(Mark) + sizeof(*this);
 }
 
 // ---- tokens ---------------------------------------------------------------------------------

@@ -247,7 +247,7 @@ class WhatIf {
     void close_gaps();
     void renumber();
     void rebuild(size_t slots);
-    size_t strips_left() const { return strips_.size() - next_strip_ + empty_strips_.size(); }
+    size_t strips_left() const { return strips_.size() - next_strip_; }
 
     const uint64_t secret_;
     const bool protects_;
@@ -258,11 +258,10 @@ class WhatIf {
     uint32_t now_ = 1, begin_ = 1;  // `begin_`: of this call
     size_t size_ = 0;
     std::vector<Slot> slots_;
-    std::vector<Entry> entries_;          // 3 for 2 slots
-    std::vector<uint16_t> strip_of_;      // of the chunk at each time
-    std::vector<Others> others_;          // of the chunk at each time; none before the first ones
-    std::vector<Strip> strips_;           // the first one has no chunks
-    std::vector<uint32_t> empty_strips_;  // of the first `next_strip_`
+    std::vector<Entry> entries_;      // 3 for 2 slots
+    std::vector<uint16_t> strip_of_;  // of the chunk at each time
+    std::vector<Others> others_;      // of the chunk at each time; none before the first ones
+    std::vector<Strip> strips_;       // the first one has no chunks
     uint32_t next_strip_ = 1, open_strip_ = 0;
     uint32_t open_end_ = 0;                         // the time of the open strip's next spot
     std::vector<Stretch> stretches_;                // of a block

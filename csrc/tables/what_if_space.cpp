@@ -122,7 +122,6 @@ void WhatIf::renumber() {
         std::fill(strip_of_.begin() + begin, strip_of_.begin() + end, next_strip_);
         strips_[next_strip_++] = {begin, end - std::max<uint32_t>(1, begin)};
     }
-    empty_strips_.clear();
     open_strip_ = open_end_ = 0;
 }
 

@@ -207,7 +207,7 @@ uint32_t WhatIf::move_strip(uint32_t time, uint32_t most) {
         std::fill_n(strip_of_.begin() + now_, chunks, number);
         return chunks;
     }
-    if (--strip.chunks == 0 && number != open_strip_) empty_strips_.push_back(number);
+    --strip.chunks;  // one at least is left: the last one takes the strip along
     slots_[entries_[time] >> kSlotAt].spot = next_spot();
     return 1;
 }
@@ -215,15 +215,7 @@ uint32_t WhatIf::move_strip(uint32_t time, uint32_t most) {
 // For a chunk that is used now.
 uint32_t WhatIf::next_spot() {
     if (now_ != open_end_ || now_ - strips_[open_strip_].begin >= kStrip) {
-        if (open_strip_ != 0 && strips_[open_strip_].chunks == 0) {
-            empty_strips_.push_back(open_strip_);
-        }
-        if (empty_strips_.empty()) {
-            open_strip_ = next_strip_++;
-        } else {
-            open_strip_ = empty_strips_.back();
-            empty_strips_.pop_back();
-        }
+        open_strip_ = next_strip_++;
         strips_[open_strip_] = {now_, 0};
     }
     open_end_ = now_ + 1;
