@@ -56,19 +56,21 @@ void WhatIf::remove(uint64_t salt, std::string_view raw, uint16_t bit, uint32_t 
 // adapters/common/boundaries.py.
 void WhatIf::find_stores(size_t chunks, const HitRules& rules, const Hits& hits) {
     stores_others_.assign(chunks, 0);
-    const auto keep = [&](size_t boundary, uint8_t sizes) {
-        for (const GroupNeed& need : rules.others) {
-            for (size_t i = rules.first_needed(need, boundary); i < boundary; ++i) {
-                stores_others_[i] |= sizes;
-            }
+    const auto keep = [&](const GroupNeed& need, size_t boundary, uint8_t sizes, size_t done) {
+        for (size_t i = std::max(done, rules.first_needed(need, boundary)); i < boundary; ++i) {
+            stores_others_[i] |= sizes;
         }
     };
-    keep(chunks, kAllSizes);
-    for (size_t size = 0; size < kUnlimited; ++size) {
-        if (hits.full[size] > hits.boundary[size]) keep(hits.full[size], 1 << size);
-    }
-    for (size_t at = rules.interval; at != 0 && at <= chunks; at += rules.interval) {
-        keep(at, kAllSizes);
+    for (const GroupNeed& need : rules.others) {
+        keep(need, chunks, kAllSizes, 0);
+        for (size_t size = 0; size < kUnlimited; ++size) {
+            if (hits.full[size] > hits.boundary[size]) keep(need, hits.full[size], 1 << size, 0);
+        }
+        size_t done = 0;
+        for (size_t at = rules.interval; at != 0 && at <= chunks; at += rules.interval) {
+            keep(need, at, kAllSizes, done);
+            done = at;
+        }
     }
 }
 
