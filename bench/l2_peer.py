@@ -5,7 +5,7 @@
 *put*: from the store until the last object is in the folder, as the peer's file names and our `/status` have it. *get*: from the lookup,
 which fills L1, until the load has ended. In turn, each prompt is new; in the same turn the threads of `l2.py` write and read as many
 bytes by O_DIRECT. Our tier uses O_DIRECT. The peer's adapter `fs`, one file at a time, reads what the page cache still has, also once after
-its pages were dropped (*disk*); `fs_native` is given O_DIRECT and has four threads, as ours. Without the peer this prints that and exits with 0.
+its pages were dropped (*disk*); `fs_native` is given O_DIRECT and has four threads, ours five. Without the peer this prints that and exits with 0.
 """
 
 from __future__ import annotations

@@ -182,16 +182,16 @@ class WorkerHalf:
                 self._look(copy, now)
 
     def _wait_idle(self) -> None:
-        """Wait for the oldest load by its state word, which the copying thread moves: its reply takes longer. Without a load, for an answer."""
-        open_copies = [copy for copy in self._copies.values() if copy.open]
+        """Wait for the oldest load by its state word, which the copying thread moves: its reply takes longer. For other copies, for an answer."""
+        copies = list(self._copies.values())
         if self._session is None or self._link is None or self._link.breaker.open:
             time.sleep(_IDLE_WAIT_SECONDS)  # only deadlines are left to wait for
-        elif loads := [copy for copy in open_copies if isinstance(copy.spec, LoadSpec)]:
+        elif loads := [copy for copy in copies if copy.open and isinstance(copy.spec, LoadSpec)]:
             deadline = time.monotonic() + _IDLE_WAIT_SECONDS
             for copy in loads:
                 if copy.spec.request_id == loads[0].spec.request_id:
                     copy.wait(deadline - time.monotonic())
-        elif open_copies:
+        elif any(copy.open or copy.writing for copy in copies):
             self._send_queue.wait(_IDLE_WAIT_SECONDS)
 
     def _look(self, copy: Copy, now: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -141,21 +142,36 @@ def steps(make_daemon, make_halves):
         assert half.errors == {}
 
 
+def test_an_idle_step_waits_for_a_load_that_is_being_cancelled(steps):
+    worker, daemon = steps
+    begin_load(worker, targets=[9, 10, 11, 12, 13, 14, 15, 16])
+    daemon.freeze()
+    count, began = 1, time.monotonic()
+    while "warm" not in worker.idle():
+        count += 1
+    assert count < 2000 * (time.monotonic() - began), "a step is a millisecond, until the load is late and after that"
+
+
 def test_the_null_block_is_not_quarantined(steps):
     """No request owns it: pinned and freed once more, vLLM would hand it to a request."""
     worker, daemon = steps
-    storage = torch.randint(1, 1 << 60, (2, 100, HEADS, BLOCK, WIDTH), dtype=torch.int64)
-    caches = {f"layers.{i}": layer for i, layer in enumerate(storage.unbind(0))}
-    worker.connector.register_kv_caches(caches)
-    key, targets = random.Random(1).randbytes(32), [9, 0, 10, 0, 11, 12, 13, 14]  # a window's group lacks two
-    worker.step(StepPlan(stores=[StoreSpec(1, "cold", "", 4, key, pack_blocks(list(range(1, 9))))]))
-    wait_until(lambda: worker.idle() or worker.reports)
-    before = caches["layers.0"][9].clone()
-    worker.step(StepPlan(loads=[LoadSpec(2, "warm", "", 4, key, pack_blocks(targets), 0)]))
-    wait_until(lambda: not torch.equal(caches["layers.0"][9], before), what="the load's first bytes")
+    begin_load(worker, targets=[9, 0, 10, 0, 11, 12, 13, 14])  # a window's group lacks two
     daemon.freeze()
     wait_until(lambda: "warm" in worker.idle(), what="the load is given up")
     assert [report.quarantined for report in worker.reports if report.quarantined] == [[(2, [9, 10, 11, 12, 13, 14])]]
     daemon.thaw()
     wait_until(lambda: worker.idle() or worker.reports[-1].released, what="the blocks are free again")
     assert worker.reports[-1].released == [2]
+
+
+def begin_load(worker: Steps, targets: list[int]) -> None:
+    """Of a chunk that is stored first; returns once a block was written."""
+    storage = torch.randint(1, 1 << 60, (2, 100, HEADS, BLOCK, WIDTH), dtype=torch.int64)
+    caches = {f"layers.{i}": layer for i, layer in enumerate(storage.unbind(0))}
+    worker.connector.register_kv_caches(caches)
+    key = random.Random(1).randbytes(32)
+    worker.step(StepPlan(stores=[StoreSpec(1, "cold", "", 4, key, pack_blocks(list(range(1, 9))))]))
+    wait_until(lambda: worker.idle() or worker.reports)
+    before = caches["layers.0"][9].clone()
+    worker.step(StepPlan(loads=[LoadSpec(2, "warm", "", 4, key, pack_blocks(targets), 0)]))
+    wait_until(lambda: not torch.equal(caches["layers.0"][9], before), what="the load's first bytes")

@@ -173,8 +173,13 @@ MUTANTS = (
     ),
     Mutant(
         "an idle step waits for a load's reply",
-        WORKER, "WorkerHalf._wait_idle", "[copy for copy in open_copies if isinstance(copy.spec, LoadSpec)]", "[]",
+        WORKER, "WorkerHalf._wait_idle", "[copy for copy in copies if copy.open and isinstance(copy.spec, LoadSpec)]", "[]",
         ("adapters/test_ends_of_copies.py::test_an_idle_step_waits_for_the_oldest_load_by_its_state_words",),
+    ),
+    Mutant(
+        "an idle step does not wait while loads are being cancelled",
+        WORKER, "WorkerHalf._wait_idle", "copy.open or copy.writing", "copy.open",
+        ("adapters/test_ends_of_copies.py::test_an_idle_step_waits_for_a_load_that_is_being_cancelled",),
     ),
     Mutant(
         "a finished load is reported twice",

@@ -162,7 +162,7 @@ MUTANTS = (
     ),
     Mutant(
         "a command takes all that is queued, however large",
-        LANES, "_take_bundle", "while queue and size < BUNDLE_BYTES:", "while queue:", LANE_TESTS,
+        LANES, "_take_bundle", "while queue and size < most_bytes:", "while queue:", LANE_TESTS,
     ),
     # ---- remote/mooncake.py -------------------------------------------------------------------------
     Mutant(

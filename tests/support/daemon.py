@@ -28,7 +28,7 @@ SIMULATED = {"copy_delay_us", "simulated_gpus", "gpu_way", "gpu_orders", "drain_
 WITH_SIMULATED = (str(Path(KVSERVER).with_name("python")), str(Path(__file__).with_name("daemon_main.py")))
 
 
-def wait_until(predicate: Callable[[], T], seconds: float = 10.0, what: str = "") -> T:
+def wait_until(predicate: Callable[[], T], seconds: float = 30.0, what: str = "") -> T:
     """The first true value of `predicate()`. AssertionError when `seconds` have passed without one."""
     deadline = time.monotonic() + seconds
     while True:
@@ -39,7 +39,7 @@ def wait_until(predicate: Callable[[], T], seconds: float = 10.0, what: str = ""
         time.sleep(0.002)
 
 
-def fetch(url: str, method: str = "GET", timeout: float = 5.0) -> tuple[int, str]:
+def fetch(url: str, method: str = "GET", timeout: float = 20.0) -> tuple[int, str]:
     """(code, body) of one page."""
     try:
         with urllib.request.urlopen(urllib.request.Request(url, method=method), timeout=timeout) as answer:
@@ -174,7 +174,7 @@ class Daemon:
         assert found["unbalanced"] == 0, self.log[-4000:]
         return found
 
-    def wait_for_accounting(self, seconds: float = 10.0, **expected: int) -> None:
+    def wait_for_accounting(self, seconds: float = 30.0, **expected: int) -> None:
         """Wait until the accounting of /status has these values."""
         last: dict[str, int] = {}
 

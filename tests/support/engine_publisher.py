@@ -68,7 +68,7 @@ class EnginePublisher:
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
-    def wait_for_subscriber(self, seconds: float = 10.0) -> None:
+    def wait_for_subscriber(self, seconds: float = 30.0) -> None:
         assert self._pub.poll(seconds * 1000), "no subscriber connected"
         assert self._pub.recv() == b"\1" + self.topic.encode()
 

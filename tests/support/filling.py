@@ -46,7 +46,7 @@ class Filling(NamedTuple):
     def begin(self, keys: list[bytes], request_id: str = "r", wait_ms: int = 5000) -> int:
         return self.worker.send(AwaitFill(self.worker.lookup_message(keys, request_id), wait_ms))
 
-    def reply(self, number: int, seconds: float = 10.0) -> LookupReply:
+    def reply(self, number: int, seconds: float = 30.0) -> LookupReply:
         reply = self.worker.reply_to(number, seconds)
         assert isinstance(reply, LookupReply), reply
         return reply

@@ -27,7 +27,7 @@ class RawPeer:
     def send(self, *frames: bytes) -> None:
         self.socket.send_multipart(frames)
 
-    def receive(self, seconds: float = 10.0) -> tuple[bytes, Reply]:
+    def receive(self, seconds: float = 30.0) -> tuple[bytes, Reply]:
         """(request id, reply). TimeoutError if none comes."""
         if not self.socket.poll(int(seconds * 1000), zmq.POLLIN):
             raise TimeoutError(f"no reply within {seconds} s")

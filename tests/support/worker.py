@@ -95,7 +95,7 @@ class Operation:
     def move(self, from_: State, to: State) -> bool:
         return self.worker.words.move(self.word, self.sequence, from_, to)
 
-    def reply(self, seconds: float = 10.0) -> Reply:
+    def reply(self, seconds: float = 30.0) -> Reply:
         return self.worker.reply_to(self.number, seconds)
 
 
@@ -338,7 +338,7 @@ class Worker:
         assert number is not None
         return number
 
-    def reply_to(self, number: int, seconds: float = 10.0) -> Reply:
+    def reply_to(self, number: int, seconds: float = 30.0) -> Reply:
         """The reply to an earlier send(). TimeoutError if it does not come."""
         deadline = time.monotonic() + seconds
         while number not in self._replies:

@@ -6,8 +6,8 @@ A job is QUEUED, then AWAY (with the client, which sees the lane's own buffer on
 L1), then ENDED. The clock and the loop end a job that is QUEUED or AWAY at once, whatever its lane is waiting for; a job that is
 INSIDE ends when it leaves. So a client that hangs keeps its lane and that lane's buffer, never memory of L1.
 
-Small jobs of one bundle share a command: a lane takes as many as are queued behind each other, up to BUNDLE_BYTES. Each has its own
-deadline and its own end.
+Small jobs of one bundle share a command: a lane takes as many as are queued behind each other, up to the bytes of a bundle. Each has
+its own deadline and its own end.
 
 The first lane runs readers only, the others readers first: a get never waits for a put. All state is guarded by one lock, which
 no thread keeps while it copies or waits for a store.
@@ -127,12 +127,14 @@ class Lanes(Generic[R]):
         connect: ConnectStore,
         overdue: Callable[[bool], R],
         failed: Callable[[Exception], R],
+        bundle_bytes: int = BUNDLE_BYTES,
     ) -> None:
         """`overdue`: the result of a job whose time is over; its argument: whether the store, not the queue, is to blame.
         `failed`: the result of a job that raised."""
         assert count >= 2, "one lane is for readers only"
         self.completion_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._overdue, self._failed = overdue, failed
+        self._bundle_bytes = bundle_bytes
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)  # a job was queued, or the end has begun
         self._time = threading.Condition(self._lock)  # an earlier deadline
@@ -254,7 +256,7 @@ class Lanes(Generic[R]):
         with self._lock:
             while not self._closing:
                 for queue in (self._open.readers, self._open.others) if all_kinds else (self._open.readers,):
-                    if jobs := _take_bundle(queue):
+                    if jobs := _take_bundle(queue, self._bundle_bytes):
                         command, size, now_ns = (
                             next(self._commands),
                             sum(job.bytes for job in jobs),
@@ -306,11 +308,11 @@ class Lanes(Generic[R]):
         )
 
 
-def _take_bundle(queue: deque[Job[R]]) -> list[Job[R]]:
+def _take_bundle(queue: deque[Job[R]], most_bytes: int) -> list[Job[R]]:
     """The first job that is still queued, and those behind it that share its command."""
     jobs: list[Job[R]] = []
     size = 0
-    while queue and size < BUNDLE_BYTES:
+    while queue and size < most_bytes:
         if queue[0].phase is JobPhase.ENDED:
             queue.popleft()
             continue

@@ -1,6 +1,6 @@
 """A tier of a remote kind from its URL.
 
-Owns: how many lanes a kind has. Refuses to know: how a client connects.
+Owns: how many lanes a kind has, and how much shares a command there. Refuses to know: how a client connects.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from kvserver._native import HostRegion
 from kvserver.config import TierUrl
 from kvserver.l2.remote import mooncake, s3, valkey
 from kvserver.l2.remote.buffer import LaneBuffer
+from kvserver.l2.remote.lanes import BUNDLE_BYTES
 from kvserver.l2.remote.store import ConnectStore, StoreError
 from kvserver.l2.remote.tier import RemoteTier
 
@@ -17,12 +18,17 @@ LANES = {
     "s3": 6,  # most of a request's time is the way there and back
     "mooncake": 2,  # a process of its client each, with many threads: two cores serve a third one more slowly
 }
+_BUNDLE_BYTES = {
+    "mooncake": 32 << 20
+}  # its library moves the objects of a command at once, and a command wakes two processes
 
 
 def make_remote_tier(url: TierUrl, region: HostRegion, page_bytes: int) -> RemoteTier:
     """The tier, opening: its lanes connect. ConfigError as of store_of()."""
     prefix, connect = store_of(url)
-    return RemoteTier(url, prefix, region, page_bytes, connect, LANES[url.kind])
+    return RemoteTier(
+        url, prefix, region, page_bytes, connect, LANES[url.kind], _BUNDLE_BYTES.get(url.kind, BUNDLE_BYTES)
+    )
 
 
 def why_not_served(url: TierUrl) -> str:

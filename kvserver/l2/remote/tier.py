@@ -22,7 +22,7 @@ from kvserver.l2.base import ObjectMemory, ObjectName, State, TierEnd, TierOutco
 from kvserver.l2.remote.breaker import StoreBreaker
 from kvserver.l2.remote.existence import Existence
 from kvserver.l2.remote.generations import Generations
-from kvserver.l2.remote.lanes import Lanes, RunJobs, alone
+from kvserver.l2.remote.lanes import BUNDLE_BYTES, Lanes, RunJobs, alone
 from kvserver.l2.remote.names import Names, scope_of
 from kvserver.l2.remote.store import ConnectStore
 from kvserver.l2.remote.work import Result, StoreObject, StoreWork, TierJob, failure, overdue
@@ -51,7 +51,14 @@ class RemoteTier:
     shared = True
 
     def __init__(
-        self, url: TierUrl, prefix: str, region: HostRegion, page_bytes: int, connect: ConnectStore, lanes: int
+        self,
+        url: TierUrl,
+        prefix: str,
+        region: HostRegion,
+        page_bytes: int,
+        connect: ConnectStore,
+        lanes: int,
+        bundle_bytes: int = BUNDLE_BYTES,
     ) -> None:
         self.name, self.kind, self.url = url.name, url.kind, url.shown
         self._read_only, self._required = url.read_only, url.required
@@ -70,7 +77,7 @@ class RemoteTier:
         self._opening = True
         self._closed = ""
         self._last_failure = ""
-        self._lanes = Lanes[Result](f"l2-{self.name}", lanes, connect, overdue, failure)
+        self._lanes = Lanes[Result](f"l2-{self.name}", lanes, connect, overdue, failure, bundle_bytes)
         self._ping()
 
     # ---- what it is -------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 
@@ -96,3 +97,27 @@ def test_the_running_call_is_timed_and_a_pause_between_two_looks_counts_a_second
     assert wait_until(lambda: keeps.runner.busy_seconds() == 0)
     keeps.runner.finish()
     assert keeps.runner.join(time.monotonic() + 10)
+
+
+def test_handling_much_lets_another_thread_have_the_interpreter_in_between() -> None:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(100)  # a thread that wants the interpreter's lock gets it only when another one gives it up
+    try:
+        runner: Runner[str] = Runner("burns", lambda item: burn(0.001))
+        assert all(runner.put("item") for _ in range(200))
+        runner.start()
+        seen = set()
+        while runner.handled < 200:
+            seen.add(runner.handled)
+            time.sleep(0)
+    finally:
+        sys.setswitchinterval(interval)
+    runner.finish()
+    assert runner.join(time.monotonic() + 10)
+    assert len(seen) > 20
+
+
+def burn(seconds: float) -> None:
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass

@@ -14,6 +14,7 @@ import pytest
 from support.file_tiers import COVERAGE, NAMESPACE, PAGE, FaultyDisk, FileRig, SmallL1, keys_of, name_of
 
 from kvserver.l2 import TierOutcome
+from kvserver.l2.files.tier import THREADS
 from kvserver.protocol import ConfigError
 from unit.l2.file_writer import NUMBERS, sizes_of
 
@@ -160,7 +161,7 @@ def test_nothing_of_a_clear_comes_back_after_a_crash_while_writing(tmp_path: Pat
     rig.written()
     disk.file.hang(True)
     begun = [rig.begin_put(name_of(number), *sizes_of(number))[0] for number in range(20, 30)]
-    rig.until(lambda: disk.file.hanging == 3)
+    rig.until(lambda: disk.file.hanging == THREADS - 1)
     if durable:
         assert rig.clear(NAMESPACE) is TierOutcome.DONE
     disk.file.hang(False)

@@ -20,7 +20,7 @@ class TestTickets:
         rig.put(name_of(1), *SIZES)
         disk.file.hang(True)
         gets = [rig.tier.get(name_of(1), rig.l1.memory(*SIZES), 0) for _ in range(8)]
-        rig.until(lambda: disk.file.hanging == 4)
+        rig.until(lambda: disk.file.hanging == THREADS)
         rig.tier.cancel(gets[-1])
         assert rig.end(gets[-1]).outcome is TierOutcome.CANCELLED
         rig.tier.cancel(gets[0])
@@ -37,14 +37,14 @@ class TestTickets:
         rig.put(name_of(1), *SIZES)
         disk.file.hang(True)
         soon = time.monotonic_ns() + 3_000_000_000  # the threads, of a low priority, have begun by then
-        gets = [rig.tier.get(name_of(1), rig.l1.memory(*SIZES), soon) for _ in range(6)]
-        rig.until(lambda: disk.file.hanging == 4)
+        gets = [rig.tier.get(name_of(1), rig.l1.memory(*SIZES), soon) for _ in range(THREADS + 2)]
+        rig.until(lambda: disk.file.hanging == THREADS)
         rig.until(lambda: time.monotonic_ns() > soon)
         rig.tier.tick(time.monotonic_ns())
-        assert [rig.end(ticket).outcome for ticket in gets[4:]] == [TierOutcome.TIMEOUT] * 2, (
+        assert [rig.end(ticket).outcome for ticket in gets[THREADS:]] == [TierOutcome.TIMEOUT] * 2, (
             "those that wait end in time"
         )
-        assert not any(map(rig.ended, gets[:4]))
+        assert not any(map(rig.ended, gets[:THREADS]))
         disk.file.hang(False)
         assert {rig.end(ticket).outcome for ticket in gets} == {TierOutcome.TIMEOUT}
         assert rig.get(name_of(1), *SIZES) is DONE, "a slow disk is no reason to drop it"
@@ -55,10 +55,10 @@ class TestTickets:
         rig.put(name_of(0), *SIZES)
         disk.file.hang(True)
         puts = [rig.begin_put(name_of(number), *SIZES)[0] for number in range(1, 9)]
-        rig.until(lambda: disk.file.hanging == 3)  # a thread is kept for gets
+        rig.until(lambda: disk.file.hanging == THREADS - 1)  # a thread is kept for gets
         reads = disk.file.reads.calls
         get = rig.tier.get(name_of(0), rig.l1.memory(*SIZES), 0)
-        rig.until(lambda: disk.file.hanging == 4)
+        rig.until(lambda: disk.file.hanging == THREADS)
         assert disk.file.reads.calls == reads + 1
         disk.file.hang(False)
         assert {rig.end(ticket).outcome for ticket in (*puts, get)} == {DONE}
