@@ -13,6 +13,7 @@ STORE_WORK = "kvserver/l2/remote/work.py"
 REMOTE_TIER = "kvserver/l2/remote/tier.py"
 EXISTENCE = "kvserver/l2/remote/existence.py"
 MOONCAKE = "kvserver/l2/remote/mooncake.py"
+MAKE = "kvserver/l2/remote/make.py"
 FILE_TIER = "kvserver/l2/files/tier.py"
 FILE_RECORDS = "kvserver/l2/files/records.py"
 FILE_PUTS = "kvserver/l2/files/puts.py"
@@ -163,6 +164,11 @@ MUTANTS = (
     Mutant(
         "a command takes all that is queued, however large",
         LANES, "_take_bundle", "while queue and size < most_bytes:", "while queue:", LANE_TESTS,
+    ),
+    Mutant(
+        "commands of Mooncake are as small as those of other kinds",
+        MAKE, "make_remote_tier", "_BUNDLE_BYTES[url.kind]", "BUNDLE_BYTES",
+        ("unit/l2/test_mooncake.py::test_objects_of_two_mebibytes_share_a_command",),
     ),
     # ---- remote/mooncake.py -------------------------------------------------------------------------
     Mutant(

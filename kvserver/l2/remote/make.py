@@ -18,17 +18,14 @@ LANES = {
     "s3": 6,  # most of a request's time is the way there and back
     "mooncake": 2,  # a process of its client each, with many threads: two cores serve a third one more slowly
 }
-_BUNDLE_BYTES = {
-    "mooncake": 32 << 20
-}  # its library moves the objects of a command at once, and a command wakes two processes
+# Mooncake's library moves the objects of a command at once, and a command wakes two processes.
+_BUNDLE_BYTES = dict.fromkeys(LANES, BUNDLE_BYTES) | {"mooncake": 32 << 20}
 
 
 def make_remote_tier(url: TierUrl, region: HostRegion, page_bytes: int) -> RemoteTier:
     """The tier, opening: its lanes connect. ConfigError as of store_of()."""
     prefix, connect = store_of(url)
-    return RemoteTier(
-        url, prefix, region, page_bytes, connect, LANES[url.kind], _BUNDLE_BYTES.get(url.kind, BUNDLE_BYTES)
-    )
+    return RemoteTier(url, prefix, region, page_bytes, connect, LANES[url.kind], _BUNDLE_BYTES[url.kind])
 
 
 def why_not_served(url: TierUrl) -> str:

@@ -46,7 +46,7 @@ class _Ticket:
 
 
 class RemoteTier:
-    """StorageTier. `lanes`: threads, each with a connection and a buffer as large as the largest object it has met."""
+    """StorageTier. `lanes`: threads, each with a connection and a buffer as large as the largest command it has met."""
 
     shared = True
 

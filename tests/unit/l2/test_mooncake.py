@@ -7,23 +7,26 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from support.l1_memory import NAMESPACE, PAGE, keys, name
+from support.l1_memory import NAMESPACE, PAGE, keys, name, within
 from support.mooncake import MooncakeStore
 from support.shared_tiers import MakeDaemon, TierDaemon
 
 from kvserver._native import HostRegion
 from kvserver.config import parse_tiers
 from kvserver.l2 import ObjectMemory, TierOutcome, make_tier
+from kvserver.l2.remote import mooncake
 from kvserver.l2.remote.buffer import LaneBuffer
 from kvserver.l2.remote.generations import IDS_SECONDS
 from kvserver.l2.remote.make import LANES, store_of
 from kvserver.l2.remote.mooncake import MooncakeUrl
+from kvserver.l2.remote.store import StoreClient
 from kvserver.protocol import ConfigError
 
 RANKS = (PAGE + 1, 2 * PAGE)
@@ -171,6 +174,38 @@ def test_a_buffer_that_grew_is_the_one_that_is_written_to(
         for _ in range(3):  # each lane
             assert daemon.get(name(number), read) is TierOutcome.DONE
         assert daemon.l1.read(read) == daemon.l1.read(written)
+
+
+def test_objects_of_two_mebibytes_share_a_command(
+    server: MooncakeStore, prefix: str, make_daemon_of: MakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that wait while every lane is with a command."""
+    commands: list[int] = []  # objects of each
+    go, connect = threading.Event(), mooncake.connect
+
+    def connect_late(url: MooncakeUrl, buffer: LaneBuffer) -> StoreClient:
+        client = connect(url, buffer)
+        get = client.get
+
+        def get_late(names: Sequence[str], buffers: Sequence[memoryview]) -> list[memoryview | None]:
+            commands.append(len(names))
+            assert go.wait(20)
+            return get(names, buffers)
+
+        monkeypatch.setattr(client, "get", get_late)
+        return client
+
+    monkeypatch.setattr(mooncake, "connect", connect_late)
+    daemon = make_daemon_of(server.url_of(prefix, "timeout=20s"), pages=8192)
+    written, read = ([daemon.l1.object(2 << 20) for _ in range(6)] for _ in range(2))
+    for number, memory in enumerate(written):
+        assert daemon.put(name(number), memory) is TierOutcome.DONE
+    tickets = [daemon.tier.get(name(number), memory, within(20)) for number, memory in enumerate(read)]
+    go.set()
+    assert {daemon.ends.of(ticket).outcome for ticket in tickets} == {TierOutcome.DONE}
+    assert len(commands) <= LANES["mooncake"] + 1
+    assert sum(commands) == 6
+    assert list(map(daemon.l1.read, read)) == list(map(daemon.l1.read, written))
 
 
 def test_no_process_of_a_client_outlives_the_daemon(server: MooncakeStore, prefix: str) -> None:
