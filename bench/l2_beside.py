@@ -1,6 +1,9 @@
 """What L1 notices of L2: lookups, stores and loads of one engine, in quiet moments and while L2 writes at its limit or is read.
 
-Owns: the daemon, the engine that is measured, and the process that keeps L2 busy. `l2.py` prints it.
+The ceiling is a daemon whose L2 rests while another process reads as many bytes at once from the same disk, at the same priority:
+what it notices of that no tier could spare it.
+
+Owns: the daemon, the engine that is measured, and the processes that keep L2 or the disk busy. `l2.py` prints it.
 """
 
 from __future__ import annotations
@@ -8,9 +11,9 @@ from __future__ import annotations
 import itertools
 import json
 import multiprocessing
+import os
 import time
 from array import array
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -19,13 +22,17 @@ from common import median, percentile
 from rig import BenchDaemon, BenchWorker, make_keys
 from support.daemon import fetch, wait_until
 
+from kvserver.bench.storage import PlainFiles
 from kvserver.protocol import KEY_BYTES, AwaitFill, LookupReply
 
-L1_SIZE, LIMIT = "3GiB", "200MB/s"
+L1_SIZE, LIMIT = "3GiB", "200MB/s"  # Beside.fill_l1() stores more
 PLANES, RUN, BLOCK_TOKENS, CHUNK_BLOCKS = 8, 32 << 10, 32, 8  # 2 MiB a chunk of 256 tokens
+CHUNK_BYTES = PLANES * RUN * CHUNK_BLOCKS
 PROMPT, PROMPTS = 72, 6  # chunks of one, within the bound of fills; as many as are written in more than a second
 OWN = 4  # chunks of the measured engine's copies; 1k tokens
 SAMPLES = 120  # of each operation in a slice
+PLAIN_FILES = 72  # of 2 MiB, as the chunks of a prompt
+LOWEST_PRIORITY = 19  # as the tier's threads
 Millis = dict[str, list[float]]
 
 
@@ -46,10 +53,10 @@ class Busy:
         """Fill these from L2 one after the other, again and again, until end_fills()."""
         self._pipe.send(("fill", prompts))
 
-    def end_fills(self) -> int:
-        """Returns the chunks that were filled."""
+    def end_fills(self) -> float:
+        """GB/s that were filled."""
         self._pipe.send(("end", 0))
-        return int(self._pipe.recv())
+        return float(self._pipe.recv())
 
     def close(self) -> None:
         self._process.kill()
@@ -68,7 +75,7 @@ def _serve(endpoint: str, pipe: Connection) -> None:
                 engine.store(make_keys(f"busy {number}", PROMPT), blocks)
             pipe.send(0)
             continue
-        filled = 0
+        filled, began = 0, time.perf_counter()
         for number in itertools.cycle(of):
             if pipe.poll():
                 pipe.recv()
@@ -76,7 +83,51 @@ def _serve(endpoint: str, pipe: Connection) -> None:
             request = AwaitFill(engine.lookup_message(make_keys(f"busy {number}", PROMPT), f"fill {number}"), 10_000)
             filled += engine.client.ask(request, LookupReply).hit_chunks
             assert engine.client.channel.send(engine.end_message(f"fill {number}"))
-        pipe.send(filled)
+        pipe.send(filled * CHUNK_BYTES / (time.perf_counter() - began) / 1e9)
+
+
+class PlainReader:
+    """Another process that reads files and hashes them, with as many threads as the tier."""
+
+    def __init__(self, path: Path, direct: bool) -> None:
+        self._pipe, theirs = multiprocessing.Pipe()
+        self._process = multiprocessing.Process(target=_read, args=(path, direct, theirs), daemon=True)
+        self._process.start()
+        self._pipe.recv()
+
+    def begin(self) -> None:
+        self._pipe.send(0)
+
+    def end(self) -> float:
+        """GB/s that were read."""
+        self._pipe.send(0)
+        return float(self._pipe.recv())
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def _has_direct_io(folder: Path) -> bool:
+    try:
+        os.close(os.open(folder / "data", os.O_RDONLY | os.O_DIRECT))
+    except OSError:
+        return False
+    return True
+
+
+def _read(path: Path, direct: bool, pipe: Connection) -> None:
+    os.nice(LOWEST_PRIORITY)
+    files = PlainFiles(path, PLAIN_FILES, direct, CHUNK_BYTES)
+    files.put()
+    pipe.send(0)
+    while True:
+        pipe.recv()
+        rates = []
+        while not pipe.poll():
+            rates.append(files.get())
+        pipe.recv()
+        pipe.send(median(rates))
 
 
 class Beside:
@@ -92,6 +143,8 @@ class Beside:
         )  # fmt: skip
         self._blocks = array("I", range(1, OWN * CHUNK_BLOCKS + 1))
         self._busy = Busy(self._daemon.endpoint)
+        self._plain = PlainReader(folder.with_name("plain"), _has_direct_io(folder))
+        self.rates: list[float] = []  # GB/s of each slice in which something was read
         self._names = itertools.count()
         self._stored = 0
 
@@ -101,13 +154,21 @@ class Beside:
         found: dict[str, Any] = json.loads(body)["l2"][0]
         return found
 
+    def fill_l1(self) -> None:
+        """From then on no operation is the first to touch its memory."""
+        for _ in range(4):
+            self._store()
+
+    def _store(self) -> None:
+        self._busy.store(self._stored)
+        self._stored += PROMPTS
+
     def quiet(self) -> Millis:
         wait_until(lambda: not self.tier()["queue_objects"], 60)
         return self._slice()
 
     def writing(self) -> Millis:
-        self._busy.store(self._stored)
-        self._stored += PROMPTS
+        self._store()
         found = self._slice()
         assert self.tier()["queue_objects"], "L2 was done before the slice"
         return found
@@ -115,10 +176,18 @@ class Beside:
     def filling(self) -> Millis:
         self._busy.begin_fills(list(range(self._stored)))
         found = self._slice()
-        assert self._busy.end_fills() > PROMPT, "nothing was read"
+        self.rates.append(self._busy.end_fills())
+        assert self.rates[-1] > 0, "nothing was read"
+        return found
+
+    def ceiling(self) -> Millis:
+        self._plain.begin()
+        found = self._slice()
+        self.rates.append(self._plain.end())
         return found
 
     def close(self) -> None:
+        self._plain.close()
         self._busy.close()
         self._daemon.close()
 
@@ -141,19 +210,36 @@ class Beside:
 
 
 def rows(folder: Path, rounds: int) -> list[list[object]]:
-    """Of each way to be busy and each operation: p50 and p99 quiet and busy, and their ratios."""
+    """Of each way to be busy and each operation: p50 and p99 quiet and busy, and their ratios; what was read."""
     beside = Beside(folder)
     try:
         table: list[list[object]] = []
-        for name in ("writing", "filling"):
-            busy: Callable[[], Millis] = getattr(beside, name)
-            pairs = [(beside.quiet(), busy()) for _ in range(rounds + 1)][1:]  # the first does not count
+        found: dict[str, list[tuple[Millis, Millis]]] = {}
+        beside.fill_l1()
+        found["writing"] = [(beside.quiet(), beside.writing()) for _ in range(rounds + 1)]
+        # These two in turn: their ratios are compared.
+        both = [((beside.quiet(), beside.filling()), (beside.quiet(), beside.ceiling())) for _ in range(rounds + 1)]
+        found["filling"], found["plain reads"] = [ours for ours, _ in both], [plain for _, plain in both]
+        rates = {"filling": median(beside.rates[2::2]), "plain reads": median(beside.rates[3::2])}
+        for name, pairs in found.items():
             for what in ("lookup", "store", "load"):
-                quiet = [value for each, _ in pairs for value in each[what]]
-                other = [value for _, each in pairs for value in each[what]]
-                ratio = median([median(each[what]) / median(calm[what]) for calm, each in pairs])
+                quiet = [value for each, _ in pairs[1:] for value in each[what]]  # the first pair does not count
+                other = [value for _, each in pairs[1:] for value in each[what]]
+                ratio = median([median(each[what]) / median(calm[what]) for calm, each in pairs[1:]])
                 p99 = percentile(quiet, 0.99), percentile(other, 0.99)
-                table.append([name, what, len(other), median(quiet), median(other), ratio, *p99, p99[1] / p99[0]])
+                table.append(
+                    [
+                        name,
+                        what,
+                        len(other),
+                        median(quiet),
+                        median(other),
+                        ratio,
+                        *p99,
+                        p99[1] / p99[0],
+                        rates.get(name, ""),
+                    ]
+                )
         return table
     finally:
         beside.close()

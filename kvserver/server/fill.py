@@ -59,6 +59,7 @@ class Fill:
     reading: list[FillBatch] = field(default_factory=list)
     bytes: int = 0
     queued: list[int] = field(default_factory=list)  # bytes still to be read, by tier
+    planned: bool = False
     began: bool = False
     replanned: bool = False
     ended: bool = False

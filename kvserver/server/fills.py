@@ -10,6 +10,8 @@ its chunks stay pinned until the fill ends: then the request leases what L1 has 
 when all is read, at its deadline, when its request, engine or namespace ends. Reads that run then are cancelled; their pages
 stay allocated until their tickets end.
 
+A turn of the loop plans one fill, reserves one batch, or begins to read one: other requests are answered between.
+
 Bytes of fills under way, and of fills whose request has not loaded them yet, are at most an eighth of L1, or 256 MiB if that is
 more, but never more than three quarters of L1: else waiting requests would evict what others are about to load. A fill that
 finds no room waits for its turn; one that never fits is cut.
@@ -28,13 +30,12 @@ from kvserver.protocol import KEY_BYTES, AwaitFill, Durability, Lookup, LookupRe
 from kvserver.server.chunk_events import publish_evicted
 from kvserver.server.fill import BATCH, Fill, FillBatch, Filled, Owner, batches, bytes_of, is_filling
 from kvserver.server.instances import Instance
-from kvserver.server.presence import Attainable, Presence, keys_of
+from kvserver.server.presence import Attainable, MissingObjects, Presence, keys_of
 from kvserver.server.read_rates import MOST_READS, ReadRates
 from kvserver.server.tickets import Respond
 from kvserver.server.tiers import Tiers
 
 MOST_FILLS = 1024  # under way and waiting
-STEPS_PER_TURN = 1024  # of the plans of all fills (StorePlan.steps)
 _MIB = 1 << 20
 
 
@@ -110,16 +111,12 @@ class Fills:
             int(self._clock() * 1e9) + request.wait_ms * 1_000_000, reply.hit_chunks,
         )  # fmt: skip
         self._probe(fill)
-        if not fill.probes:
-            self._plan(fill)
 
     def _probe(self, fill: Fill) -> None:
-        """Ask the tiers that other daemons write to what they have; then plan."""
+        """Ask the tiers that other daemons write to what they have."""
 
         def ended(end: TierEnd) -> None:
             fill.probes -= 1
-            if not fill.probes and not fill.ended:
-                self._plan(fill)
 
         for tier in self._tiers.unknown_to(fill.durability):
             for group, spec in enumerate(fill.worker.spec.object_groups):
@@ -130,6 +127,7 @@ class Fills:
 
     def _plan(self, fill: Fill) -> None:
         """Queue what is to be read; answer at once if that is nothing, or would take longer than to compute it."""
+        fill.planned = True
         found = self._fitting(fill)
         if found is None:
             self._finish(fill)
@@ -201,10 +199,13 @@ class Fills:
     # ---- reserving ----------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """At the end of a turn: answer what is due, reserve, begin reads. True while there is more to do at once."""
+        """At the end of a turn: answer what is due; then plan one fill, reserve one batch or begin its reads.
+
+        True while there is more to do at once.
+        """
         if not self._fills:
             return False
-        now_ns, steps = int(self._clock() * 1e9), STEPS_PER_TURN
+        now_ns = int(self._clock() * 1e9)
         for fill in list(self._fills.values()):
             if fill.due_ns <= now_ns:
                 self._finish(fill)
@@ -212,28 +213,28 @@ class Fills:
         for fill in list(self._fills.values()):
             if fill.probes or fill.ended:
                 continue
+            if not fill.planned:
+                self._plan(fill)
+                return True
             if not fill.began:
                 has_room = has_room and self._fits_beside_others(fill)
                 if not has_room:  # none overtakes another, but those that have begun go on
                     continue
                 fill.began = True
             self._finish_if_done(fill)  # or plan what another fill did not bring
-            while fill.todo and steps > 0:
-                steps = self._reserve_batch(fill, steps)
             if fill.todo:
+                self._reserve_batch(fill, fill.todo.popleft())
                 return True
-            while fill.reserved and self._has_room(fill, fill.reserved[0]):
+            if fill.reserved and self._has_room(fill, fill.reserved[0]):
                 self._begin_batch(fill, fill.reserved.popleft())
-            self._finish_if_done(fill)
+                return True
         return False
 
     def _fits_beside_others(self, fill: Fill) -> bool:
         used = self.used_bytes
         return not used or used + fill.bytes <= self._bound
 
-    def _reserve_batch(self, fill: Fill, steps: int) -> int:
-        """Reserve the slots of the next batch; returns the steps that remain of the turn."""
-        missing = fill.todo.popleft()
+    def _reserve_batch(self, fill: Fill, missing: MissingObjects) -> None:
         coverage = fill.coverages[missing.group]
         assert coverage is not None
         worker = fill.worker
@@ -241,7 +242,6 @@ class Fills:
             fill.namespace, worker.layout, keys_of(fill.lookup.keys, missing.places), coverage.slot_bytes,
             group=missing.group, slots=coverage.slots, model_name=worker.spec.model_name,
         )  # fmt: skip
-        steps -= BATCH + 4 * (len(plan.evicted) + len(plan.evicted_tails))
         publish_evicted(self._bus, int(self._clock() * 1e9), plan)
         own = set(map(id, plan.chunks))
         fill.awaited += [(chunk, missing.group) for chunk in plan.prefix if id(chunk) not in own]
@@ -249,7 +249,6 @@ class Fills:
         self._open_batches += 1
         if plan.no_space:
             self._cut(fill)
-        return steps
 
     def _cut(self, fill: Fill) -> None:
         """L1 has no space for all of it now: the hit ends where what was reserved ends, or a smaller one is tried."""

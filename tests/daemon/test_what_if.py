@@ -161,7 +161,7 @@ def test_what_was_cleared_is_a_miss_of_every_size(
 
 
 def test_two_daemons_statuses_become_the_curve_of_a_fleet(
-    make_daemon: Callable[..., Daemon], make_worker: Callable[..., Worker]
+    make_daemon: Callable[..., Daemon], make_worker: Callable[..., Worker], tmp_path: Path
 ) -> None:
     daemons, statuses = [], []
     for prompts in ([[1, 2, 3], [4, 5]], [[1, 2, 3, 6], [4, 5]]):
@@ -182,7 +182,7 @@ def test_two_daemons_statuses_become_the_curve_of_a_fleet(
     assert [size.would_hit_tokens for size in fleet.sizes[:-1]] == [0] * 6
     (example,) = [block for block in CODE.findall(METRICS.read_text()) if "merge_what_if" in block]
     printed = subprocess.run(
-        [sys.executable, "-c", example, *daemons], capture_output=True, text=True, check=True
+        [sys.executable, "-c", example, *daemons], capture_output=True, text=True, check=True, cwd=tmp_path
     ).stdout
     assert printed.split()[::2] == list(SIZES)
     share = fleet.sizes[-1].would_hit_tokens / fleet.looked_up_tokens

@@ -8,6 +8,7 @@ L2_EVENTS = "kvserver/server/l2_events.py"
 CONSUMERS = ("model/test_kv_events.py",)
 WHAT_IF_DAEMON = ("daemon/test_what_if.py",)
 FILLS = "kvserver/server/fills.py"
+TURN_TESTS = ("issues/test_a_fill_was_the_work_of_one_turn.py",)
 SPILL = "kvserver/server/spill.py"
 PRESENCE = "kvserver/server/presence.py"
 READ_RATES = "kvserver/server/read_rates.py"
@@ -41,9 +42,16 @@ MUTANTS = (
         ("issues/test_a_fill_that_waits_for_room_held_up_others.py",),
     ),
     Mutant(
-        "a fill's evictions cost nothing of its turn",
-        FILLS, "Fills._reserve_batch", "4 * (len(plan.evicted) + len(plan.evicted_tails))", "0",
-        ("issues/test_a_fill_evicted_more_in_a_turn_than_its_share.py",),
+        "a fill is planned and reserves in one turn",
+        FILLS, "Fills.step", "self._plan(fill)\n                return True", "self._plan(fill)", TURN_TESTS,
+    ),
+    Mutant(
+        "a fill reserves all its batches in one turn",
+        FILLS, "Fills.step", "self._reserve_batch(fill,", "while fill.todo: self._reserve_batch(fill,", TURN_TESTS,
+    ),
+    Mutant(
+        "a fill begins all its reads in one turn",
+        FILLS, "Fills.step", "self._begin_batch(fill,", "while fill.reserved: self._begin_batch(fill,", TURN_TESTS,
     ),
     Mutant(
         "fills use more of L1 than their bound",
@@ -77,7 +85,7 @@ MUTANTS = (
     ),
     Mutant(
         "a fill reads before it has slots for all",
-        FILLS, "Fills.step", "            if fill.todo:\n                return True\n", "", FILL_TESTS,
+        FILLS, "Fills.step", "fill.todo.popleft())\n                return True", "fill.todo.popleft())", FILL_TESTS,
     ),
     Mutant(
         "a model with windows reads what finds no space for its chunks",

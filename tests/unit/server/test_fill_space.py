@@ -10,7 +10,6 @@ from support.server import L1_BYTES, PAGE_BYTES
 from support.worker import make_keys
 
 from kvserver.cache import Cache
-from kvserver.server import fills
 from kvserver.server.fills import memory_bound
 
 
@@ -112,12 +111,7 @@ def test_what_was_read_is_there_when_the_rest_arrives() -> None:
         f.audit()
 
 
-@pytest.mark.parametrize("steps", [1, 1024])
-def test_a_hit_with_windows_is_cut_to_a_boundary_that_fits_and_nothing_is_read_for_another(
-    monkeypatch: pytest.MonkeyPatch, steps: int
-) -> None:
-    """Also where its slots are reserved in several turns of the loop."""
-    monkeypatch.setattr(fills, "STEPS_PER_TURN", steps)
+def test_a_hit_with_windows_is_cut_to_a_boundary_that_fits_and_nothing_is_read_for_another() -> None:
     with filling(l1_bytes=L1_BYTES, geometry=two_groups(), groups=(FULL, WINDOW)) as f:
         keys = make_keys(12)
         store_hybrid(f, keys, [4, 10])
