@@ -222,24 +222,15 @@ def rows(folder: Path, rounds: int) -> list[list[object]]:
         found["filling"], found["plain reads"] = [ours for ours, _ in both], [plain for _, plain in both]
         rates = {"filling": median(beside.rates[2::2]), "plain reads": median(beside.rates[3::2])}
         for name, pairs in found.items():
+            counted = pairs[1:]  # the first is there to warm up
             for what in ("lookup", "store", "load"):
-                quiet = [value for each, _ in pairs[1:] for value in each[what]]  # the first pair does not count
-                other = [value for _, each in pairs[1:] for value in each[what]]
-                ratio = median([median(each[what]) / median(calm[what]) for calm, each in pairs[1:]])
+                quiet = [value for each, _ in counted for value in each[what]]
+                other = [value for _, each in counted for value in each[what]]
+                ratio = median([median(each[what]) / median(calm[what]) for calm, each in counted])
                 p99 = percentile(quiet, 0.99), percentile(other, 0.99)
-                table.append(
-                    [
-                        name,
-                        what,
-                        len(other),
-                        median(quiet),
-                        median(other),
-                        ratio,
-                        *p99,
-                        p99[1] / p99[0],
-                        rates.get(name, ""),
-                    ]
-                )
+                table.append([
+                    name, what, len(other), median(quiet), median(other), ratio, *p99, p99[1] / p99[0], rates.get(name, ""),
+                ])  # fmt: skip
         return table
     finally:
         beside.close()

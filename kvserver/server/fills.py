@@ -209,13 +209,14 @@ class Fills:
         for fill in list(self._fills.values()):
             if fill.due_ns <= now_ns:
                 self._finish(fill)
+        for fill in self._fills.values():
+            if not fill.planned and not fill.probes:  # first: its answer may be that nothing is read
+                self._plan(fill)
+                return True
         has_room = True
         for fill in list(self._fills.values()):
             if fill.probes or fill.ended:
                 continue
-            if not fill.planned:
-                self._plan(fill)
-                return True
             if not fill.began:
                 has_room = has_room and self._fits_beside_others(fill)
                 if not has_room:  # none overtakes another, but those that have begun go on

@@ -3,6 +3,9 @@ no lookup, store or load of another request was answered. A bound there was, on 
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 from support.filling import Filling, filling
 from support.worker import make_keys
@@ -53,17 +56,32 @@ def test_a_turn_plans_one_fill_or_evicts_for_one_batch_or_begins_to_read_one(mon
         f.audit()
 
 
-def test_fills_that_arrive_together_are_planned_in_turns_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_fill_is_planned_in_a_turn_of_its_own_before_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer of one for which nothing is read does not wait for the batches of the others."""
     with filling() as f:
         keys = make_keys(15)
         f.store(keys)
         f.written(keys)
         f.forget_l1()
+        unplanned = list[int]()
+        step = Fills.step
+
+        def noting_step(self: Fills) -> bool:
+            unplanned.append(sum(not fill.planned for fill in self._fills.values()))
+            return step(self)
+
+        monkeypatch.setattr(Fills, "step", noting_step)
         of_steps = counted(monkeypatch, f)
+        held = threading.Event()
+        f.running.server.call(lambda: held.wait(10))  # so that most of them arrive together
         numbers = [f.begin(keys, f"request {number}") for number in range(8)]
+        time.sleep(0.1)
+        held.set()
         assert {f.reply(number).hit_chunks for number in numbers} == {15}
         assert sum(plans for plans, _, _ in of_steps) == 8
-        assert max(plans for plans, _, _ in of_steps) == 1
+        for waiting, (plans, evicted, reads) in zip(unplanned, of_steps, strict=False):
+            assert plans == min(1, waiting)
+            assert not plans or evicted == reads == 0
         for number in range(8):
             f.worker.end_request(f"request {number}")
         f.audit()
