@@ -46,14 +46,14 @@ def test_a_turn_plans_one_fill_or_evicts_for_one_batch_or_begins_to_read_one(mon
         of_steps = counted(monkeypatch, f)
         keys = [key for part in prompts for key in part]
         assert f.fill(keys) == 60
+        f.worker.end_request()
+        f.audit()  # in a later turn than the reply: all of its steps are counted
         plans, evicted, reads = zip(*of_steps, strict=True)
         assert (sum(plans), sum(reads)) == (1, 60)
         assert sum(evicted) > 2 * fills.BATCH
         assert max(evicted) <= fills.BATCH + 1
         assert max(reads) <= fills.BATCH
         assert all(sum(map(bool, step)) <= 1 for step in of_steps)
-        f.worker.end_request()
-        f.audit()
 
 
 def test_each_fill_is_planned_in_a_turn_of_its_own_before_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,10 +78,10 @@ def test_each_fill_is_planned_in_a_turn_of_its_own_before_others_go_on(monkeypat
         time.sleep(0.1)
         held.set()
         assert {f.reply(number).hit_chunks for number in numbers} == {15}
+        for number in range(8):
+            f.worker.end_request(f"request {number}")
+        f.audit()  # in a later turn than those replies: all of their steps are counted
         assert sum(plans for plans, _, _ in of_steps) == 8
         for waiting, (plans, evicted, reads) in zip(unplanned, of_steps, strict=False):
             assert plans == min(1, waiting)
             assert not plans or evicted == reads == 0
-        for number in range(8):
-            f.worker.end_request(f"request {number}")
-        f.audit()
