@@ -20,7 +20,7 @@ from kvserver.config import available_memory
 from kvserver.config.capacity import choose_l1_bytes
 from kvserver.config.settings import GiB, MiB
 from kvserver.copy import Devices
-from kvserver.protocol import ConfigError
+from kvserver.protocol import ConfigError, Status, StatusReply
 from kvserver.web import pages as http
 
 
@@ -198,7 +198,7 @@ def test_an_audit_on_request_counts_nothing_while_copies_are_in_flight(make_daem
     daemon = make_daemon(copy_delay_us=100_000)
     worker = make_worker(daemon)
     store = worker.begin_store(make_keys(1), worker.blocks_for(1))
-    daemon.wait_for_accounting(tickets=1)
+    worker.ask(Status(), StatusReply)  # the store has begun
     assert daemon.http("/audit", "POST") == (503, '{"audit": "not counted"}')
     store.reply()
     daemon.audit()

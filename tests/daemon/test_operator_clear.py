@@ -17,6 +17,8 @@ from support.registration import identity
 from support.valkey import ValkeyStore
 from support.worker import Worker, make_keys
 
+from kvserver.protocol import Status, StatusReply
+
 KEYS = make_keys(3, "clear")
 
 
@@ -272,7 +274,7 @@ def test_what_is_being_stored_when_its_model_is_cleared_is_never_found(make_daem
     stored(worker)
     more = make_keys(2, "more")
     store = worker.begin_store(more, worker.blocks_for(2))
-    daemon.wait_for_accounting(tickets=1)
+    worker.ask(Status(), StatusReply)  # the store has begun
     assert post(daemon, "model_name=m/one")[0] == 200
     store.reply()
     assert [worker.lookup(KEYS), worker.lookup(more)] == [0, 0]

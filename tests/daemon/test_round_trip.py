@@ -10,7 +10,7 @@ from support.memory import Geometry, awkward
 from support.registration import identity
 from support.worker import make_keys
 
-from kvserver.protocol import Clear, Cleared, Plane, Stored
+from kvserver.protocol import Clear, Cleared, Plane, Status, StatusReply, Stored
 from kvserver.protocol.client import RequestFailed
 
 pytestmark = on_each_device
@@ -97,7 +97,7 @@ def test_stores_of_one_chunk_that_overlap_in_time_are_merged(make_daemon, make_w
     source = one.blocks_for(2)
     content = one.memory.blocks(source)
     slow = one.begin_store(keys, source)
-    daemon.wait_for_accounting(tickets=1)
+    one.ask(Status(), StatusReply)  # the store has begun
     assert two.store(keys, two.blocks_for(2)) == Stored(stored=0, skipped=2)
     assert slow.reply() == Stored(stored=2, skipped=0)
     two.load(keys, source)
@@ -325,8 +325,7 @@ def test_a_store_that_was_running_when_the_cache_was_cleared_publishes_nothing(m
     worker = make_worker(daemon)
     keys = make_keys(3)
     slow = worker.begin_store(keys, worker.blocks_for(3))
-    daemon.wait_for_accounting(tickets=1)
-    worker.ask(Clear(), Cleared)
+    worker.ask(Clear(), Cleared)  # which follows the store on its connection, so it finds it running
     slow.reply()
     assert worker.lookup(keys) == 0
     daemon.wait_for_accounting(tickets=0, pins=0, used_pages=0)
@@ -340,7 +339,6 @@ def test_a_load_that_was_running_when_the_cache_was_cleared_is_whole(make_daemon
     worker.store(keys, worker.blocks_for(3))
     target = worker.blocks_for(3, first=30)
     slow = worker.begin_load(keys, target)
-    daemon.wait_for_accounting(tickets=1)
     worker.ask(Clear(), Cleared)
     others = make_keys(3)
     worker.store(others, worker.blocks_for(3, first=15))  # must not get the pages that are being read

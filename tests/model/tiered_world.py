@@ -67,6 +67,7 @@ class Storage:
 
     folder: Path
     size: str
+    shared_first: bool  # preferred by the first daemon, the folder by the second, and so on
     store: FaultyStore = field(default_factory=FaultyStore)
     versions: defaultdict[tuple[Name, int], list[Version]] = field(default_factory=lambda: defaultdict(list))
     daemons: int = 0  # so far
@@ -160,7 +161,7 @@ class TieredWorld(World):
         self.remote = RemoteTier(remote, "p", l1, PAGE_BYTES, self.storage.store.connect, _LANES)
         configured = [ConfiguredTier(self.file, file), ConfiguredTier(self.remote, remote)]
         self.storage.daemons += 1
-        return configured if self.storage.daemons % 2 else configured[::-1]  # each is preferred now and then
+        return configured[::-1] if self.storage.daemons % 2 == self.storage.shared_first else configured
 
     def go_on(self) -> None:
         """The clock moves between two steps only, so that the server and the plain model read the same time."""
