@@ -6,8 +6,8 @@
 the same bytes: as many, the same sizes in the same order in a file, by O_DIRECT if the tier uses it. The tier does what they do, finds
 and makes room, verifies, and keeps its index and journal; its space is full from the third round on. Expected is 0.9 of the threads.
 
-`beside`: L1 of a real daemon while L2 writes at its limit, and while a request is filled from it, beside quiet moments of the same
-daemon, in turn. Expected is 1.1 of quiet.
+`beside`: L1 of a real daemon while L2 writes at its limit, and while requests are filled from it, beside quiet moments of the same
+daemon, in turn. Expected is 1.1 of quiet. `plain reads` is the ceiling: L2 rests, and another process reads as fast as it can.
 
 `index`: bytes of memory an object, of which at most 150 are expected.
 """
@@ -41,17 +41,8 @@ from kvserver.l2.files.folder import Folder
 from kvserver.l2.files.journal import Journal
 
 BESIDE = [
-    "while L2 is",
-    "",
-    "samples",
-    "quiet p50 ms",
-    "p50 ms",
-    "ratio",
-    "quiet p99 ms",
-    "p99 ms",
-    "ratio",
-    "read GB/s",
-]
+    "while L2 is", "", "samples", "quiet p50 ms", "p50 ms", "ratio", "quiet p99 ms", "p99 ms", "ratio", "read GB/s",
+]  # fmt: skip
 TOTAL_BYTES, IN_FLIGHT_BYTES, IN_FLIGHT = 256 << 20, 64 << 20, 16  # as server/spill.py has it
 
 

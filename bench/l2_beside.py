@@ -1,7 +1,7 @@
 """What L1 notices of L2: lookups, stores and loads of one engine, in quiet moments and while L2 writes at its limit or is read.
 
-The ceiling is a daemon whose L2 rests while another process reads as many bytes at once from the same disk, at the same priority:
-what it notices of that no tier could spare it.
+The ceiling is the same daemon while its L2 rests and another process reads from the same disk as fast as it can, with as many
+threads, at the same priority. No tier could spare L1 what it notices of that.
 
 Owns: the daemon, the engine that is measured, and the processes that keep L2 or the disk busy. `l2.py` prints it.
 """
@@ -31,7 +31,6 @@ CHUNK_BYTES = PLANES * RUN * CHUNK_BLOCKS
 PROMPT, PROMPTS = 72, 6  # chunks of one, within the bound of fills; as many as are written in more than a second
 OWN = 4  # chunks of the measured engine's copies; 1k tokens
 SAMPLES = 120  # of each operation in a slice
-PLAIN_FILES = 72  # of 2 MiB, as the chunks of a prompt
 LOWEST_PRIORITY = 19  # as the tier's threads
 Millis = dict[str, list[float]]
 
@@ -118,7 +117,7 @@ def _has_direct_io(folder: Path) -> bool:
 
 def _read(path: Path, direct: bool, pipe: Connection) -> None:
     os.nice(LOWEST_PRIORITY)
-    files = PlainFiles(path, PLAIN_FILES, direct, CHUNK_BYTES)
+    files = PlainFiles(path, PROMPT, direct, CHUNK_BYTES)
     files.put()
     pipe.send(0)
     while True:

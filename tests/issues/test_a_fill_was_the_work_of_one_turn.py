@@ -1,4 +1,4 @@
-"""A fill planned, reserved, evicted for and began to read all of its objects in one turn of the loop: of 72 objects 3 to 5 ms, in which
+"""A fill planned, reserved, evicted for and began to read all of its objects in one turn of the loop: of 72 objects 2 to 5 ms, in which
 no lookup, store or load of another request was answered. A bound there was, on the evictions, was too large to matter."""
 
 from __future__ import annotations
