@@ -280,12 +280,12 @@ class Engine:
         self.run(until=lambda: answer.finish_reason is not None and not self._queue)
         return self.free_blocks
 
-    def begin_load(self, name: str, tokens: list[int], rank: int = 0) -> Answer:
-        """Submit a prompt that the daemon has, until the first bytes of its load are in this rank's KV. REQUIRES: slow copies."""
+    def begin_load(self, name: str, tokens: list[int]) -> Answer:
+        """Submit a prompt that the daemon has, until the first bytes of its load are in the first rank's KV. REQUIRES: slow copies."""
         answer, before = self.add(name, tokens), len(self.loads)
         self.run(until=lambda: len(self.loads) > before)
-        kv, blocks = self.runners[rank].kv[0], ids_of(self.loads[before])
-        wait_until(lambda: kv[blocks].any(), what=f"the load of {name} has begun on rank {rank}")
+        kv, blocks = self.runners[0].kv[0], ids_of(self.loads[before])
+        wait_until(lambda: kv[blocks].any(), what=f"the load of {name} has begun")
         assert self.status_of(name) == "WAITING_FOR_REMOTE_KVS"
         return answer
 

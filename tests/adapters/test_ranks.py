@@ -73,13 +73,14 @@ def test_blocks_that_one_rank_cannot_get_back_are_quarantined_until_it_can(make_
     daemon = make_daemon(copy_delay_us=2 * SLOW, copy_threads=1)
     pair(daemon).generate("cold", TOKENS)
     warm = pair(daemon, extra={"kvserver.load_timeout_ms": 2500, **IMPATIENT})
-    first, second = (runner.connector.worker for runner in warm.runners)
-    answer = warm.begin_load("warm", TOKENS, rank=1)
+    answer = warm.add("warm", TOKENS)
+    counts = [runner.connector.worker.counters for runner in warm.runners]
+    warm.run(until=lambda: any(of_rank["loaded"] for of_rank in counts))  # the daemon copies for one after the other
     daemon.freeze()
     warm.run(until=lambda: answer.finish_reason is not None)
     assert answer.right
     assert warm.received == ["warm"]
-    assert (first.counters["load_failures"], second.counters["load_failures"]) == (0, 1)
+    assert sorted((of_rank["loaded"], of_rank["load_failures"]) for of_rank in counts) == [(0, 1), (1, 0)]
     assert warm.free_blocks == warm.num_blocks - 1 - sum(len(ids_of(copy)) for copy in (*warm.loads, *warm.stores))
     daemon.thaw()
     wait_until(lambda: warm.generate_free("tick") == warm.num_blocks - 1, 10, "the blocks come back")

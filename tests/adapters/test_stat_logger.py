@@ -89,9 +89,8 @@ def test_a_working_schedulers_stats_arrive(make_daemon, make_engine, make_logger
     engine = make_engine(daemon, extra=SOON)
     manager = make_logger(engine.config)
     for number in range(3):
-        engine.add(f"r{number}", prompt(number, 200), 50)
-    for _ in range(20):
-        engine.step()
+        engine.add(f"r{number}", prompt(number, 200), 200)
+    engine.run(until=lambda: bool(engine.stats) and engine.stats[-1].num_running_reqs == 3)
     manager.record(engine.stats[-1], None, engine_idx=0)
     load = load_of(daemon, lambda load: load["running"] == 3)
     assert load["kv_cache_usage"] == pytest.approx(engine.stats[-1].kv_cache_usage)
