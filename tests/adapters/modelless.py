@@ -281,7 +281,10 @@ class Engine:
         return self.free_blocks
 
     def begin_load(self, name: str, tokens: list[int]) -> Answer:
-        """Submit a prompt that the daemon has, until the first bytes of its load are in the first rank's KV. REQUIRES: slow copies."""
+        """Submit a prompt that the daemon has, until the first bytes of its load are in the first rank's KV.
+
+        REQUIRES: slow copies.
+        """
         answer, before = self.add(name, tokens), len(self.loads)
         self.run(until=lambda: len(self.loads) > before)
         kv, blocks = self.runners[0].kv[0], ids_of(self.loads[before])

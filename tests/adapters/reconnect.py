@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 import pytest
 from modelless import Engine
@@ -15,18 +16,27 @@ def connected(caplog: pytest.LogCaptureFixture, daemon: Daemon, half: str) -> in
     return sum(f"{half}: connected" in line and daemon.boot_id in line for line in caplog.text.splitlines())
 
 
-def replace_daemon(daemon: Daemon, engine: Engine, caplog: pytest.LogCaptureFixture, steps: int = 20) -> None:
-    """The next one is empty. Steps, slowly, until the engine's scheduler half knows it; so many while there is none.
-
-    REQUIRES: the engine has work.
-    """
+def restart(daemon: Daemon, caplog: pytest.LogCaptureFixture, meanwhile: Callable[[], None] = lambda: None) -> None:
+    """The next one is empty. Returns when engines' workers know it; their scheduler halves may not. `meanwhile`: with none."""
     caplog.set_level(logging.INFO, "vllm.kvserver")
     instances = len(daemon.status()["instances"])
     daemon.kill()
-    for _ in range(steps):
-        engine.step()
+    meanwhile()
     daemon.start()
     wait_until(lambda: connected(caplog, daemon, "worker 0") == instances, 20, "the workers know the new daemon")
+
+
+def replace_daemon(daemon: Daemon, engine: Engine, caplog: pytest.LogCaptureFixture, steps: int = 20) -> None:
+    """Restart it. Steps, slowly, until the engine's scheduler half knows the next one; so many while there is none.
+
+    REQUIRES: the engine has work.
+    """
+
+    def step_on() -> None:
+        for _ in range(steps):
+            engine.step()
+
+    restart(daemon, caplog, step_on)
 
     def stepped() -> int:
         assert engine.scheduler.requests, "all was over before the engine knew"

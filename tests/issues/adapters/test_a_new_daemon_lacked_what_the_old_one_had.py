@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from made_up_model import prompt
-from reconnect import replace_daemon
+from reconnect import replace_daemon, restart
 from support.daemon import wait_until
 
 from kvserver.protocol import Cleared, EndRequest, Error, Lookup, ReportBlockAllocations
@@ -12,12 +12,6 @@ from kvserver.protocol import Cleared, EndRequest, Error, Lookup, ReportBlockAll
 CHUNK = 64
 TOKENS = prompt(1, 3 * CHUNK + 10)
 NOTICES = (ReportBlockAllocations, EndRequest)
-
-
-def restart(daemon, workers: int) -> None:
-    daemon.kill()
-    daemon.start()
-    wait_until(lambda: len(daemon.status()["instances"]) == workers, 20, "the engines register")
 
 
 @pytest.mark.parametrize("steps", [0, 20], ids=["unnoticed", "noticed"])
@@ -35,7 +29,7 @@ def test_a_running_requests_first_chunks_are_stored_again(make_daemon, make_engi
     assert make_engine(daemon).generate("warm", TOKENS + answer.tokens[:CHUNK]).external == 4 * CHUNK
 
 
-def test_a_daemon_that_does_not_know_the_instance_is_another_one(make_daemon, make_tap, make_engine):
+def test_a_daemon_that_does_not_know_the_instance_is_another_one(make_daemon, make_tap, make_engine, caplog):
     """Where nothing but its refusal of a lookup shows that."""
     daemon = make_daemon(chunk_tokens=CHUNK)
     tap = make_tap(daemon)
@@ -44,7 +38,7 @@ def test_a_daemon_that_does_not_know_the_instance_is_another_one(make_daemon, ma
     tap.instead = lambda message: Cleared(chunks=0) if isinstance(message, NOTICES) else None
     engine.run(until=lambda: len(answer.tokens) > 10)
     wait_until(lambda: daemon.status()["l1"]["chunks"] == 3)
-    restart(daemon, workers=1)
+    restart(daemon, caplog)
     unknown = Error(code="unknown_instance", message="its workers come later")
     tap.instead = lambda message: (
         Cleared(chunks=0) if isinstance(message, NOTICES) else unknown if isinstance(message, Lookup) else None
@@ -57,7 +51,7 @@ def test_a_daemon_that_does_not_know_the_instance_is_another_one(make_daemon, ma
     assert make_engine(daemon).generate("warm", TOKENS + answer.tokens[:CHUNK]).external == 4 * CHUNK
 
 
-def test_a_daemon_with_chunks_of_another_size_is_served(make_daemon, make_tap, make_engine):
+def test_a_daemon_with_chunks_of_another_size_is_served(make_daemon, make_tap, make_engine, caplog):
     """Where nothing but its refusal of a lookup, which names another number of blocks, shows that it is another daemon."""
     daemon = make_daemon(chunk_tokens=CHUNK)
     tap = make_tap(daemon)
@@ -65,7 +59,7 @@ def test_a_daemon_with_chunks_of_another_size_is_served(make_daemon, make_tap, m
     engine = make_engine(tap.endpoint)
     engine.generate("before", prompt(2, 3 * CHUNK))
     daemon.flags["chunk_tokens"] = CHUNK // 2
-    restart(daemon, workers=1)
+    restart(daemon, caplog)
     names = (f"r{i}" for i in range(1000))
     wait_until(lambda: engine.generate(next(names), TOKENS) and daemon.status()["l1"]["chunks"], 20)
     assert engine.connector.scheduler.counters["refused_bad_keys"] > 0

@@ -7,6 +7,7 @@ import time
 import pytest
 from made_up_model import BLOCK, prompt
 from modelless import Engine
+from reconnect import restart
 from support.daemon import wait_until
 
 from kvserver.protocol import Cleared, EndRequest, Error, Lookup, ReportBlockAllocations
@@ -93,7 +94,7 @@ def test_an_answer_of_a_former_daemon_is_void(make_daemon, make_engine):
 
 
 @pytest.mark.parametrize("code", ["unknown_instance", "duplicate_instance", "bad_keys"])
-def test_a_refused_lookup_shows_that_the_daemon_is_another(make_daemon, make_tap, make_engine, code):
+def test_a_refused_lookup_shows_that_the_daemon_is_another(make_daemon, make_tap, make_engine, caplog, code):
     daemon = make_daemon(chunk_tokens=CHUNK)
     tap = make_tap(daemon)
     notices = (ReportBlockAllocations, EndRequest)
@@ -101,9 +102,7 @@ def test_a_refused_lookup_shows_that_the_daemon_is_another(make_daemon, make_tap
     engine = make_engine(tap.endpoint)
     long = engine.add("long", TOKENS, count=5 * CHUNK)
     engine.run(until=lambda: len(long.tokens) > 10)
-    daemon.kill()
-    daemon.start()
-    wait_until(lambda: len(daemon.status()["instances"]) == 1, 20, "the engine registers")
+    restart(daemon, caplog)
     refused = []
 
     def refuse_once(message):
