@@ -58,8 +58,16 @@ def score(engine: Engine, row: dict[str, Any]) -> float:
 
 
 class Router:
-    def __init__(self, engines: Iterable[Engine], daemon: str, daemon_token: str = "") -> None:
+    def __init__(
+        self,
+        engines: Iterable[Engine],
+        daemon: str,
+        daemon_token: str = "",
+        tokenize_seconds: float = TOKENIZE_SECONDS,
+        match_seconds: float = MATCH_SECONDS,
+    ) -> None:
         self.engines = list(engines)
+        self._tokenize_seconds, self._match_seconds = tokenize_seconds, match_seconds
         self.daemon = daemon
         self._daemon_headers = {"Authorization": f"Bearer {daemon_token}"} if daemon_token else {}
         self.guesses = 0  # requests placed without an answer of the daemon
@@ -99,13 +107,13 @@ class Router:
         elif "messages" not in question:
             raise ValueError("a request without a prompt")
         engine = min(self.engines, key=lambda engine: (engine.down_until, engine.in_flight))
-        tokens: list[int] = (await self._ask(engine.url + "/tokenize", question, TOKENIZE_SECONDS))["tokens"]
+        tokens: list[int] = (await self._ask(engine.url + "/tokenize", question, self._tokenize_seconds))["tokens"]
         return tokens
 
     async def _match(self, body: dict[str, Any], tokens: list[int]) -> dict[str, dict[str, Any]]:
         """The daemon's answer for each engine it knows, by name."""
         question = {"model": body.get("model", ""), "tokens": tokens}
-        found = await self._ask(self.daemon + "/kv/match", question, MATCH_SECONDS, self._daemon_headers)
+        found = await self._ask(self.daemon + "/kv/match", question, self._match_seconds, self._daemon_headers)
         return {row["instance_id"]: row for row in found["instances"]}
 
     async def _ask(
@@ -210,6 +218,10 @@ def main() -> None:
         metavar="FILE",
         help="the daemon's --http-token-file, if it has one (or KVSERVER_HTTP_TOKEN_FILE)",
     )
+    parser.add_argument(
+        "--tokenize-seconds", type=float, default=TOKENIZE_SECONDS, help="at most, for an engine to tokenize"
+    )
+    parser.add_argument("--match-seconds", type=float, default=MATCH_SECONDS, help="at most, for the daemon to answer")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     arguments = parser.parse_args()
@@ -221,7 +233,8 @@ def main() -> None:
             parser.error(f"--engine {text}: write ENGINE_ID=http://host:port")
         engines.append(Engine(name, url.rstrip("/")))
     token = Path(arguments.daemon_token_file).read_text().strip() if arguments.daemon_token_file else ""
-    router = Router(engines, arguments.daemon.rstrip("/"), token)
+    patience = arguments.tokenize_seconds, arguments.match_seconds
+    router = Router(engines, arguments.daemon.rstrip("/"), token, *patience)
     web.run_app(router.app(), host=arguments.host, port=arguments.port, handler_cancellation=True, print=None)
 
 

@@ -26,17 +26,8 @@ def restart(daemon: Daemon, caplog: pytest.LogCaptureFixture, meanwhile: Callabl
     wait_until(lambda: connected(caplog, daemon, "worker 0") == instances, 20, "the workers know the new daemon")
 
 
-def replace_daemon(daemon: Daemon, engine: Engine, caplog: pytest.LogCaptureFixture, steps: int = 20) -> None:
-    """Restart it. Steps, slowly, until the engine's scheduler half knows the next one; so many while there is none.
-
-    REQUIRES: the engine has work.
-    """
-
-    def step_on() -> None:
-        for _ in range(steps):
-            engine.step()
-
-    restart(daemon, caplog, step_on)
+def step_until_known(daemon: Daemon, engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    """Steps, slowly, until the engine's scheduler half knows this daemon. REQUIRES: the engine has work until then."""
 
     def stepped() -> int:
         assert engine.scheduler.requests, "all was over before the engine knew"
@@ -45,3 +36,14 @@ def replace_daemon(daemon: Daemon, engine: Engine, caplog: pytest.LogCaptureFixt
         return connected(caplog, daemon, "scheduler")
 
     wait_until(stepped, 20, "the scheduler half knows the new daemon")
+
+
+def replace_daemon(daemon: Daemon, engine: Engine, caplog: pytest.LogCaptureFixture, steps: int = 20) -> None:
+    """Restart it, until the engine knows the next one; so many steps while there is none. REQUIRES: the engine has work."""
+
+    def step_on() -> None:
+        for _ in range(steps):
+            engine.step()
+
+    restart(daemon, caplog, step_on)
+    step_until_known(daemon, engine, caplog)

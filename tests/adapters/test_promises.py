@@ -184,7 +184,7 @@ def test_a_request_that_ends_before_it_is_placed_withdraws_its_tokens(
     """However often vLLM asked."""
     tap, tokens = stored
     engine = make_engine(tap.endpoint, num_blocks=12)
-    engine.add("runs", prompt(4, 3 * BLOCK), count=4 * BLOCK)
+    engine.add("runs", prompt(4, 3 * BLOCK), count=8 * BLOCK)
     engine.step()
     engine.add("waits", tokens)
     engine.run(until=lambda: half_of(engine).counters["lookup_hits"] > 0)

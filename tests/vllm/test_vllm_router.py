@@ -64,6 +64,7 @@ class Router:
             [
                 *(sys.executable, str(FILE), "--port", str(port)),
                 *("--daemon", f"http://127.0.0.1:{daemon.http_port}", *engines),
+                *("--tokenize-seconds", "2", "--match-seconds", "2"),  # a busy machine's
             ]
         )
         wait_until(self._answers, 20, "the router listens")

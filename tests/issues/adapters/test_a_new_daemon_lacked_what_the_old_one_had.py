@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from made_up_model import prompt
-from reconnect import replace_daemon, restart
+from reconnect import replace_daemon, restart, step_until_known
 from support.daemon import wait_until
 
 from kvserver.protocol import Cleared, EndRequest, Error, Lookup, ReportBlockAllocations
@@ -44,7 +44,8 @@ def test_a_daemon_that_does_not_know_the_instance_is_another_one(make_daemon, ma
         Cleared(chunks=0) if isinstance(message, NOTICES) else unknown if isinstance(message, Lookup) else None
     )
     engine.add("other", prompt(3, CHUNK + 1))
-    engine.run(until=lambda: engine.connector.scheduler.counters["refused_unknown_instance"] > 0)
+    step_until_known(daemon, engine, caplog)
+    assert engine.connector.scheduler.counters["refused_unknown_instance"] > 0
     engine.run()
     assert answer.right
     wait_until(lambda: engine.generate_free("r") and not engine.connector.has_pending_push_work())

@@ -7,7 +7,7 @@ import time
 import pytest
 from made_up_model import BLOCK, prompt
 from modelless import Engine
-from reconnect import restart
+from reconnect import restart, step_until_known
 from support.daemon import wait_until
 
 from kvserver.protocol import Cleared, EndRequest, Error, Lookup, ReportBlockAllocations
@@ -113,6 +113,7 @@ def test_a_refused_lookup_shows_that_the_daemon_is_another(make_daemon, make_tap
 
     tap.instead = refuse_once
     engine.add("refused", prompt(2, CHUNK + 1), count=1)
-    engine.run()
+    step_until_known(daemon, engine, caplog)
     assert refused
+    engine.run()
     assert make_engine(daemon).generate("warm", TOKENS + long.tokens[:CHUNK]).external == 4 * CHUNK
