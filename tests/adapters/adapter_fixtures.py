@@ -20,7 +20,7 @@ from kvserver.adapters.vllm import KVServerConnector
 from late_gpu import LateGpu
 from model_folder import write_model
 from modelless import Adjust, Engine, configure
-from support.daemon import Daemon
+from support.daemon import Daemon, wait_until
 from tap import Tap
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
@@ -57,6 +57,7 @@ def make_engine(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
         engines.append(Engine(*configure(folder or model_folder, endpoint, **options), register, runner, gpu))
         if may_fail:
             forgiven.append(engines[-1])
+        wait_until(lambda: engines[-1].knows_its_daemon, 20, "the daemon answers, however busy the machine is")
         return engines[-1]
 
     yield make

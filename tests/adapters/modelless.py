@@ -234,6 +234,15 @@ class Engine:
         return ours(self.runners[0].connector)
 
     @property
+    def knows_its_daemon(self) -> bool:
+        """Whether each of its halves is connected or knows why not. A first attempt that had no answer in time is repeated."""
+        halves = (
+            ours(connector) for connector in (self.scheduler.connector, *(each.connector for each in self.runners))
+        )
+        reasons = {half.cache_status.reason for each in halves if (half := each.scheduler or each.worker) is not None}
+        return not reasons & {"no_answer", "starting"}
+
+    @property
     def pool(self) -> Any:
         return self.scheduler.kv_cache_manager.block_pool
 

@@ -318,7 +318,7 @@ def test_what_could_not_be_sent_is_counted(make_daemon, make_engine, make_front_
 def test_blocks_out_of_use_and_stores_cancelled_for_others(make_daemon, make_engine, make_front_end):
     daemon = make_daemon(copy_delay_us=50_000)
     make_engine(daemon).generate("cold", TOKENS)
-    engine = make_engine(daemon, num_blocks=40, extra={"kvserver.load_timeout_ms": 200, **IMPATIENT})
+    engine = make_engine(daemon, num_blocks=40, extra={"kvserver.load_timeout_ms": 800, **IMPATIENT})
     front = make_front_end(engine)
     answer = engine.begin_load("warm", TOKENS)
     daemon.freeze()

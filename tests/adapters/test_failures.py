@@ -205,7 +205,7 @@ def test_stopped_during_a_load(stored, make_engine, asynchronous):
     """The blocks that the daemon may still write stay out of use until it runs again and reports that it has ended."""
     daemon = stored(copy_delay_us=SLOW)
     engine = make_engine(
-        daemon, asynchronous=asynchronous, num_blocks=60, extra={"kvserver.load_timeout_ms": 200, **IMPATIENT}
+        daemon, asynchronous=asynchronous, num_blocks=60, extra={"kvserver.load_timeout_ms": 800, **IMPATIENT}
     )
     answer = engine.begin_load("warm", TOKENS)
     quarantined = set(ids_of(engine.loads[0]))
@@ -227,7 +227,7 @@ def test_stopped_during_a_load(stored, make_engine, asynchronous):
 
 def test_aborted_while_the_daemon_is_stopped_in_its_load(stored, make_engine):
     daemon = stored(copy_delay_us=SLOW)
-    engine = make_engine(daemon, extra={"kvserver.load_timeout_ms": 200})
+    engine = make_engine(daemon, extra={"kvserver.load_timeout_ms": 800})
     engine.begin_load("warm", TOKENS)
     daemon.freeze()
     engine.abort("warm")

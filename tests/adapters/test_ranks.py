@@ -89,7 +89,7 @@ def test_blocks_that_one_rank_cannot_get_back_are_quarantined_until_it_can(make_
 def test_blocks_that_no_rank_can_get_back_are_quarantined_until_both_can(make_daemon, pair):
     daemon = make_daemon(copy_delay_us=SLOW, copy_threads=2)
     pair(daemon).generate("cold", TOKENS)
-    warm = pair(daemon, extra={"kvserver.load_timeout_ms": 200, **IMPATIENT})
+    warm = pair(daemon, extra={"kvserver.load_timeout_ms": 800, **IMPATIENT})
     answer = warm.begin_load("warm", TOKENS)
     daemon.freeze()
     warm.run(until=lambda: answer.finish_reason is not None)

@@ -101,7 +101,7 @@ def test_sleep_fails_while_a_hung_daemon_may_write(make_daemon, make_engine):
     daemon = make_daemon(copy_delay_us=50_000)
     make_engine(daemon).generate("cold", TOKENS)
     # Longer than the link waits for one answer.
-    extra = {"kvserver.unregister_timeout_ms": 1500, "kvserver.load_timeout_ms": 200, **IMPATIENT}
+    extra = {"kvserver.unregister_timeout_ms": 1500, "kvserver.load_timeout_ms": 800, **IMPATIENT}
     engine = make_engine(daemon, extra=extra)
     answer = engine.begin_load("warm", TOKENS)
     daemon.freeze()

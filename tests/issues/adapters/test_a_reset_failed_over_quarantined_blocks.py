@@ -13,7 +13,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
 TOKENS = prompt(1, 266)
-TIMEOUTS = {"kvserver.load_timeout_ms": 200, **IMPATIENT}
+TIMEOUTS = {"kvserver.load_timeout_ms": 800, **IMPATIENT}
 
 
 def begin_load(daemon: Daemon, make_engine, **options) -> Engine:
