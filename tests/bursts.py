@@ -1,0 +1,45 @@
+"""Takes the processors away for moments, to find what a test leaves to the machine: run tests beside it.
+
+Each processor by itself is taken for 20 to 200 ms at a time, an eighth of the time in all, before every other process. As a user who
+may use SCHED_FIFO (root): `python tests/bursts.py [SECONDS]`, an hour without a number; Ctrl+C ends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import sys
+import time
+from multiprocessing import get_context
+
+HELD_SECONDS = (0.02, 0.2)
+LEFT_SECONDS = (0.3, 1.5)
+
+
+def take(processor: int, until: float) -> None:
+    """Of the monotonic clock. PermissionError from the system."""
+    os.sched_setaffinity(0, {processor})
+    os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(50))
+    with contextlib.suppress(KeyboardInterrupt):
+        while time.monotonic() < until:
+            held = time.monotonic() + random.uniform(*HELD_SECONDS)
+            while time.monotonic() < held:
+                pass
+            time.sleep(random.uniform(*LEFT_SECONDS))
+
+
+def main() -> int:
+    until = time.monotonic() + float(sys.argv[1] if len(sys.argv) > 1 else 3600)
+    context = get_context("spawn")
+    takers = [context.Process(target=take, args=(number, until)) for number in sorted(os.sched_getaffinity(0))]
+    for taker in takers:
+        taker.start()
+    with contextlib.suppress(KeyboardInterrupt):
+        for taker in takers:
+            taker.join()
+    return max(abs(taker.exitcode or 0) for taker in takers)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
