@@ -240,7 +240,7 @@ class Engine:
             ours(connector) for connector in (self.scheduler.connector, *(each.connector for each in self.runners))
         )
         reasons = {half.cache_status.reason for each in halves if (half := each.scheduler or each.worker) is not None}
-        return not reasons & {"no_answer", "starting"}
+        return "no_answer" not in reasons
 
     @property
     def pool(self) -> Any:
