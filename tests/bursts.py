@@ -1,6 +1,6 @@
-"""Takes the processors away for moments, to find what a test leaves to the machine: run tests beside it.
+"""Keeps the processors busy for moments, to find what a test leaves to the machine: run tests beside it.
 
-Each processor by itself is taken for 20 to 200 ms at a time, an eighth of the time in all, before every other process. As a user who
+Each processor by itself is busy for 20 to 200 ms at a time, a tenth of the time in all, before every other process. As a user who
 may use SCHED_FIFO (root): `python tests/bursts.py [SECONDS]`, an hour without a number; Ctrl+C ends it.
 """
 
@@ -13,32 +13,32 @@ import sys
 import time
 from multiprocessing import get_context
 
-HELD_SECONDS = (0.02, 0.2)
-LEFT_SECONDS = (0.3, 1.5)
+BUSY_SECONDS = (0.02, 0.2)
+IDLE_SECONDS = (0.3, 1.5)
 
 
-def take(processor: int, until: float) -> None:
+def keep_busy(processor: int, until: float) -> None:
     """Of the monotonic clock. PermissionError from the system."""
     os.sched_setaffinity(0, {processor})
     os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(50))
     with contextlib.suppress(KeyboardInterrupt):
         while time.monotonic() < until:
-            held = time.monotonic() + random.uniform(*HELD_SECONDS)
-            while time.monotonic() < held:
+            burst_ends = time.monotonic() + random.uniform(*BUSY_SECONDS)
+            while time.monotonic() < burst_ends:
                 pass
-            time.sleep(random.uniform(*LEFT_SECONDS))
+            time.sleep(random.uniform(*IDLE_SECONDS))
 
 
 def main() -> int:
     until = time.monotonic() + float(sys.argv[1] if len(sys.argv) > 1 else 3600)
     context = get_context("spawn")
-    takers = [context.Process(target=take, args=(number, until)) for number in sorted(os.sched_getaffinity(0))]
-    for taker in takers:
-        taker.start()
+    bursts = [context.Process(target=keep_busy, args=(number, until)) for number in sorted(os.sched_getaffinity(0))]
+    for burst in bursts:
+        burst.start()
     with contextlib.suppress(KeyboardInterrupt):
-        for taker in takers:
-            taker.join()
-    return max(abs(taker.exitcode or 0) for taker in takers)
+        for burst in bursts:
+            burst.join()
+    return max(abs(burst.exitcode or 0) for burst in bursts)
 
 
 if __name__ == "__main__":
