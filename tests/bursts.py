@@ -1,7 +1,7 @@
 """Keeps the processors busy for moments, to find what a test leaves to the machine: run tests beside it.
 
-Each processor by itself is busy for 20 to 200 ms at a time, a tenth of the time in all, before every other process. As a user who
-may use SCHED_FIFO (root): `python tests/bursts.py [SECONDS]`, an hour without a number; Ctrl+C ends it.
+Each processor by itself is busy for 20 to 200 ms at a time, a tenth of the time in all, with priority over every other process.
+Root runs `python tests/bursts.py [SECONDS]`, since it needs SCHED_FIFO; an hour without a number; Ctrl+C ends it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ IDLE_SECONDS = (0.3, 1.5)
 
 
 def keep_busy(processor: int, until: float) -> None:
-    """Of the monotonic clock. PermissionError from the system."""
+    """`until` is of the monotonic clock. PermissionError if this user may not use SCHED_FIFO."""
     os.sched_setaffinity(0, {processor})
     os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(50))
     with contextlib.suppress(KeyboardInterrupt):

@@ -219,9 +219,11 @@ def main() -> None:
         help="the daemon's --http-token-file, if it has one (or KVSERVER_HTTP_TOKEN_FILE)",
     )
     parser.add_argument(
-        "--tokenize-seconds", type=float, default=TOKENIZE_SECONDS, help="at most, for an engine to tokenize"
+        "--tokenize-seconds", type=float, default=TOKENIZE_SECONDS, help="how long an engine may take to tokenize"
     )
-    parser.add_argument("--match-seconds", type=float, default=MATCH_SECONDS, help="at most, for the daemon to answer")
+    parser.add_argument(
+        "--match-seconds", type=float, default=MATCH_SECONDS, help="how long the daemon may take to answer"
+    )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     arguments = parser.parse_args()

@@ -235,7 +235,7 @@ class Engine:
 
     @property
     def knows_its_daemon(self) -> bool:
-        """Whether each of its halves is connected or knows why not. A first attempt that had no answer in time is repeated."""
+        """False while one of its halves tries again because its first Hello had no answer in time."""
         halves = (
             ours(connector) for connector in (self.scheduler.connector, *(each.connector for each in self.runners))
         )

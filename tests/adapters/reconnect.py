@@ -17,7 +17,10 @@ def connected(caplog: pytest.LogCaptureFixture, daemon: Daemon, half: str) -> in
 
 
 def restart(daemon: Daemon, caplog: pytest.LogCaptureFixture, meanwhile: Callable[[], None] = lambda: None) -> None:
-    """The next one is empty. Returns when engines' workers know it; their scheduler halves may not. `meanwhile`: with none."""
+    """The next daemon is empty. Returns when its engines' workers know it; their scheduler halves may not yet.
+
+    `meanwhile` is called while there is none.
+    """
     caplog.set_level(logging.INFO, "vllm.kvserver")
     instances = len(daemon.status()["instances"])
     daemon.kill()
