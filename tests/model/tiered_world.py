@@ -103,13 +103,14 @@ class Storage:
         self.folder = copied
 
     def flip(self, dice: random.Random) -> None:
-        """A bit of the data file, near its beginning, where records are."""
+        """A bit of some pages or of all, near the beginning of the data file, where records are."""
         with (self.folder / "data").open("r+b") as file:
-            at = PAGE_BYTES + dice.randrange(64 * PAGE_BYTES)
-            file.seek(at)
-            byte = file.read(1)
-            file.seek(at)
-            file.write(bytes([byte[0] ^ 1 << dice.randrange(8)]))
+            for page in dice.sample(range(1, 256), k=dice.choice([4, 16, 64, 255])):
+                at = page * PAGE_BYTES + dice.randrange(PAGE_BYTES)
+                file.seek(at)
+                byte = file.read(1)
+                file.seek(at)
+                file.write(bytes([byte[0] ^ 1 << dice.randrange(8)]))
 
 
 @dataclass(eq=False, kw_only=True)
