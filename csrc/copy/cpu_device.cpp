@@ -19,9 +19,9 @@ constexpr uint64_t kBatchBytes = 1 << 20;
 }  // namespace
 
 CpuDevice::CpuDevice(std::shared_ptr<HostRegion> region, uint64_t page_bytes, unsigned threads,
-                     unsigned delay_micros)
+                     std::function<void(uint64_t)> before_block)
     : l1_{std::move(region), page_bytes},
-      delay_micros_(delay_micros),
+      before_block_(std::move(before_block)),
       maps_([this](const MapJob& job) { completions_.push(run_map_job(job)); }) {
     if (threads == 0) throw std::invalid_argument("a CPU device needs at least one thread");
     check_l1(l1_);
@@ -109,8 +109,7 @@ void CpuDevice::copy_batch(CopyJob& job, uint64_t first, uint64_t last) {
             job.stop = true;
             return;
         }
-        if (delay_micros_ != 0)
-            std::this_thread::sleep_for(std::chrono::microseconds(delay_micros_));
+        if (before_block_) before_block_(i);
         if (!copy_block_guarded(job, i, l1_)) {
             job.memory_lost = true;
             job.stop = true;

@@ -4,6 +4,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -20,10 +21,10 @@ namespace kvserver {
 // more than a batch. A CPU is never lost.
 class CpuDevice final : public Device {
   public:
-    // delay_micros: pause before each block. For tests, which act in the middle of a copy; the
-    // daemon leaves it 0.
+    // before_block: called with its position in the copy. For tests, which act in the middle of
+    // one; the daemon has none.
     CpuDevice(std::shared_ptr<HostRegion> region, uint64_t page_bytes, unsigned threads,
-              unsigned delay_micros);
+              std::function<void(uint64_t)> before_block = {});
     ~CpuDevice()
         override;  // stops; jobs not begun are dropped, running ones end at their next block
 
@@ -41,7 +42,7 @@ class CpuDevice final : public Device {
     void copy_batch(CopyJob& job, uint64_t first, uint64_t last);
 
     const L1 l1_;
-    const unsigned delay_micros_;
+    const std::function<void(uint64_t)> before_block_;
     CompletionQueue completions_;
 
     std::mutex mutex_;  // guards the queues below

@@ -9,9 +9,11 @@
 
 #include <stdexcept>
 
+#include "copy/cpu_device.h"
 #include "testing/fake_device.h"
 #include "testing/fake_gpu.h"
 #include "testing/faulty_file.h"
+#include "testing/slow_copies.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -32,7 +34,7 @@ NB_MODULE(kvserver_testing, m) {
                uint64_t seed, double trouble, unsigned delay_micros) {
                 new (self)
                     FakeDevice(std::move(region), page_bytes,
-                               {.seed = seed, .trouble = trouble, .delay_micros = delay_micros});
+                               {.seed = seed, .trouble = trouble, .slow = {delay_micros}});
             },
             "region"_a, "page_bytes"_a, "seed"_a = 0, "trouble"_a = 0.0, "delay_micros"_a = 0)
         .def_prop_ro("open", &FakeDevice::open)
@@ -54,13 +56,25 @@ NB_MODULE(kvserver_testing, m) {
                 return nb::bytes(l1.region->data() + page * l1.page_bytes, l1.page_bytes);
             },
             "page"_a);
+    m.def(
+        "slow_cpu",
+        [](std::shared_ptr<HostRegion> region, uint64_t page_bytes, unsigned threads,
+           unsigned delay_micros, std::string pause_file) {
+            return make_without_gil<CpuDevice>(std::move(region), page_bytes, threads,
+                                               SlowCopies{delay_micros, std::move(pause_file)});
+        },
+        "region"_a, "page_bytes"_a, "threads"_a, "delay_micros"_a = 0, "pause_file"_a = "");
     nb::class_<FakeGpu, Gpu>(m, "FakeGpu")
         .def(nb::new_(
-                 [](std::string uuid, uint64_t seed, unsigned delay_micros, uint64_t memory_bytes) {
+                 [](std::string uuid, uint64_t seed, unsigned delay_micros, uint64_t memory_bytes,
+                    std::string pause_file) {
                      return make_without_gil<FakeGpu>(
-                         std::move(uuid), FakeGpu::Options{seed, delay_micros, memory_bytes});
+                         std::move(uuid),
+                         FakeGpu::Options{
+                             seed, {delay_micros, std::move(pause_file)}, memory_bytes});
                  }),
-             "uuid"_a, "seed"_a = 0, "delay_micros"_a = 0, "memory_bytes"_a = uint64_t{1} << 30)
+             "uuid"_a, "seed"_a = 0, "delay_micros"_a = 0, "memory_bytes"_a = uint64_t{1} << 30,
+             "pause_file"_a = "")
         .def("pause", &FakeGpu::pause, Released())
         .def("resume", &FakeGpu::resume, Released())
         .def("fail_next", &FakeGpu::fail_next, "call"_a, "what"_a, "lost"_a = false,

@@ -232,8 +232,7 @@ std::optional<Completion> FakeDevice::run_copy(Ticket& ticket, const Stretch& st
             job.stop = true;
             break;
         }
-        if (options_.delay_micros != 0)
-            std::this_thread::sleep_for(std::chrono::microseconds(options_.delay_micros));
+        options_.slow(job.next);
         if (!copy_block_guarded(job, job.next, l1_)) {
             job.memory_lost = true;
             job.stop = true;

@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "copy/device.h"
+#include "testing/slow_copies.h"
 
 namespace kvserver {
 
@@ -30,7 +31,7 @@ class FakeDevice final : public Device {
     struct Options {
         uint64_t seed = 0;   // not 0: L1 is noise, and ends are reported out of order, some late
         double trouble = 0;  // how often a step() fails
-        unsigned delay_micros = 0;  // pause before each block
+        SlowCopies slow = {};  // before each block
     };
     enum class Order { kSubmitted, kReversed, kRandom };
 

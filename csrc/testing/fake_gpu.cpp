@@ -39,7 +39,7 @@ std::string path_of(const GpuHandle& handle) {
 std::mutex FakeGpu::all_pinned_mutex_;
 FakeGpu::Ranges FakeGpu::all_pinned_;
 
-FakeGpu::FakeGpu(std::string uuid, Options options) : uuid_(std::move(uuid)), options_(options) {}
+FakeGpu::FakeGpu(std::string uuid, Options options) : uuid_(std::move(uuid)), options_(std::move(options)) {}
 
 FakeGpu::~FakeGpu() {
     {
@@ -352,9 +352,9 @@ void FakeGpu::run(Queue& queue) {
         const Work work = std::move(queue.work.front());
         queue.work.pop_front();
         queue.busy = true;
-        uint64_t micros = options_.delay_micros;
-        if (options_.seed != 0) micros += queue.random() % 200;
+        const uint64_t micros = options_.seed != 0 ? queue.random() % 200 : 0;
         lock.unlock();
+        options_.slow(1);
         if (micros != 0) std::this_thread::sleep_for(std::chrono::microseconds(micros));
         if (work.move) work.move();
         lock.lock();

@@ -24,6 +24,7 @@
 #include <vector>
 
 #include "gpu/gpu.h"
+#include "testing/slow_copies.h"
 
 namespace kvserver {
 
@@ -31,7 +32,7 @@ class FakeGpu final : public Gpu {
   public:
     struct Options {
         uint64_t seed = 0;                // not 0: each operation of a stream takes up to 200 us
-        unsigned delay_micros = 0;        // or exactly so long
+        SlowCopies slow = {};             // none of these is a copy's first block
         uint64_t memory_bytes = 1 << 30;  // for allocate()
     };
     FakeGpu(std::string uuid, Options options);

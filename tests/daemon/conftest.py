@@ -1,4 +1,4 @@
-"""A daemon whose copies are slow, which several files of this folder use."""
+"""A daemon whose copies are slow and can be paused, which several files of this folder use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from support.slow_copies import AT_ONCE, COPY_DELAY_US
 @pytest.fixture(scope="module")
 def slow_module_daemon(device: str, gpu: str, gpu_flags: dict[str, Any]) -> Iterator[Daemon]:
     gpu_flags = {**gpu_flags, "gpus": gpu} if gpu else {}
-    daemon = Daemon(l1_size="16MiB", copy_delay_us=COPY_DELAY_US[device], copy_threads=AT_ONCE, **gpu_flags).start()
+    gpu_flags |= {"copy_delay_us": COPY_DELAY_US[device], "copy_threads": AT_ONCE}
+    daemon = Daemon(l1_size="16MiB", pauses=True, **gpu_flags).start()
     if gpu:
         pin_l1(daemon)  # until then one copy at a time
     yield daemon

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 from support.daemon import Daemon, wait_until
 from support.worker import Worker, make_keys
 
-from kvserver.protocol import Error, encode
+from kvserver._native import State
+from kvserver.protocol import Error, Status, StatusReply, encode
 from kvserver.protocol.fields import Message
 
 TOKENS = "kvserver_prompt_tokens_total"
@@ -138,13 +140,14 @@ def test_a_load_faster_than_computing_gains_and_a_slower_one_loses(
 def test_a_load_that_failed_loses_its_time(
     make_daemon: Callable[..., Daemon], make_worker: Callable[..., Worker]
 ) -> None:
-    daemon = make_daemon(copy_delay_us=20_000)
+    daemon = make_daemon(pauses=True)
     worker = make_worker(daemon)
     keys, blocks = make_keys(3), worker.blocks_for(3)
     worker.store(keys, blocks)
-    load = worker.begin_load(keys, blocks)
-    wait_until(lambda: daemon.status()["books"]["tickets"] == 1)
-    load.move(load.state, type(load.state).CANCELLED)
+    with daemon.paused_copies():
+        load = worker.begin_load(keys, blocks)
+        wait_until(lambda: load.state is State.RUNNING)
+        assert load.move(State.RUNNING, State.CANCELLED)
     assert isinstance(load.reply(), Error)
     assert samples(daemon, "kvserver_prefill_seconds_lost_total")[""] > 0
     assert samples(daemon, "kvserver_load_duration_seconds_count") == {"queue": 0, "copy": 0}
@@ -171,13 +174,17 @@ def test_durations_of_copies_are_split_into_queue_and_copy(
     make_daemon: Callable[..., Daemon], make_worker: Callable[..., Worker]
 ) -> None:
     """With one thread the second load waits for the first."""
-    daemon = make_daemon(copy_delay_us=3000, copy_threads=1)
+    daemon = make_daemon(pauses=True, copy_threads=1)
     worker = make_worker(daemon)
     keys, blocks = make_keys(2), worker.blocks_for(2)
     worker.store(keys, blocks)
     assert samples(daemon, "kvserver_store_duration_seconds_count") == {"queue": 1, "copy": 1}
     assert samples(daemon, "kvserver_load_duration_seconds_count") == {"queue": 0, "copy": 0}
-    loads = [worker.begin_load(keys, worker.blocks_for(2, first)) for first in (1, 1 + 2 * worker.chunk_blocks)]
+    with daemon.paused_copies():
+        began = time.monotonic()
+        loads = [worker.begin_load(keys, worker.blocks_for(2, first)) for first in (1, 1 + 2 * worker.chunk_blocks)]
+        worker.ask(Status(), StatusReply)  # both have been read
+        time.sleep(0.1 + 2 * (time.monotonic() - began))
     for load in loads:
         load.reply()
     assert samples(daemon, "kvserver_load_duration_seconds_count") == {"queue": 2, "copy": 2}

@@ -61,15 +61,16 @@ def test_an_evicted_chunk_is_explained_by_when_and_what_would_have_kept_it(
 
 
 def test_a_chunk_on_its_way_is_filling(make_daemon: MakeDaemon, make_worker: MakeWorker) -> None:
-    daemon = make_daemon(copy_delay_us=50_000)
+    daemon = make_daemon(pauses=True)
     worker = make_worker(daemon)
     keys = make_keys(2)
-    store = worker.begin_store(keys, worker.blocks_for(2))
-    assert worker.lookup(keys, "early", tokens=2 * CHUNK) == 0
-    found = explained(daemon, "early", outcome="running")
-    assert found["missing"] == {"chunk": 0, "token": 0, "reason": "filling", "evicted_seconds_before": None}
-    assert found["missed_tokens"] == {"filling": 2 * CHUNK}
-    assert "on its way" in found["verdict"]
+    with daemon.paused_copies():
+        store = worker.begin_store(keys, worker.blocks_for(2))
+        assert worker.lookup(keys, "early", tokens=2 * CHUNK) == 0
+        found = explained(daemon, "early", outcome="running")
+        assert found["missing"] == {"chunk": 0, "token": 0, "reason": "filling", "evicted_seconds_before": None}
+        assert found["missed_tokens"] == {"filling": 2 * CHUNK}
+        assert "on its way" in found["verdict"]
     assert store.reply() == Stored(stored=2, skipped=0)
     assert worker.lookup(keys, "early", tokens=2 * CHUNK) == 2, "the request waited, and asks again"
     found = explained(daemon, "early", missing=None)

@@ -14,11 +14,11 @@ from support.daemon import Daemon, wait_until
 from support.devices import on_each_device
 from support.engine_process import EngineProcess
 from support.raw import REQUEST_ID, RawPeer
-from support.slow_copies import COPY_DELAY_US, assert_failed, wait_for_state
+from support.slow_copies import assert_failed, wait_for_state
 from support.worker import Worker, make_keys
 
 from kvserver._native import State
-from kvserver.protocol import Error, Status, Stored, Unregistered, UnregisterWorker, encode
+from kvserver.protocol import Error, Status, StatusReply, Stored, Unregistered, UnregisterWorker, encode
 from kvserver.protocol.client import RequestFailed
 
 pytestmark = on_each_device
@@ -28,18 +28,23 @@ STORED, UNFINISHED = make_keys(CHUNKS, "stored"), make_keys(CHUNKS, "unfinished"
 
 @pytest.fixture
 def victim(slow: Daemon, gpu: str) -> Iterator[EngineProcess]:
-    """It has stored chunks and leased them, and is in the middle of a store of others and a load."""
+    """It has stored chunks and leased them."""
     with EngineProcess(slow.endpoint, instance_id="victim", gpu=gpu) as engine:
         engine.ask("store", "stored", 1, CHUNKS)
         engine.ask("lookup", "stored", CHUNKS)
-        engine.ask("begin_store", "unfinished", 20, CHUNKS)
-        engine.ask("begin_load", "stored", 40, CHUNKS)
         yield engine
 
 
+def begin_copies(victim: EngineProcess) -> None:
+    victim.ask("begin_store", "unfinished", 20, CHUNKS)
+    victim.ask("begin_load", "stored", 40, CHUNKS)
+
+
 def test_nothing_of_a_worker_killed_in_the_middle_of_its_copies_stays(slow, make_worker, victim):
-    slow.wait_for_accounting(tickets=2, leases=1, mappings=3, attachments=1)
-    victim.kill()
+    with slow.paused_copies():
+        begin_copies(victim)
+        slow.wait_for_accounting(tickets=2, leases=1, mappings=3, attachments=1)
+        victim.kill()
     slow.wait_for_clean_accounting()
     assert slow.open_memfds() == 0
     assert slow.mapped_memfds() == []
@@ -52,10 +57,12 @@ def test_nothing_of_a_worker_killed_in_the_middle_of_its_copies_stays(slow, make
 
 
 def test_a_second_engine_of_one_id_is_refused_until_the_first_has_died(slow, make_worker, victim):
-    with pytest.raises(RequestFailed, match=r"duplicate_instance: .*'victim' belongs to another live engine"):
-        make_worker(slow, instance_id="victim")
-    slow.wait_for_accounting(attachments=1)
-    victim.kill()
+    with slow.paused_copies():
+        begin_copies(victim)
+        with pytest.raises(RequestFailed, match=r"duplicate_instance: .*'victim' belongs to another live engine"):
+            make_worker(slow, instance_id="victim")
+        slow.wait_for_accounting(attachments=1)
+        victim.kill()
     slow.wait_for_accounting(attachments=0)
     assert make_worker(slow, instance_id="victim").lookup(STORED) == CHUNKS
 
@@ -83,9 +90,10 @@ def test_a_store_that_failed_on_one_rank_publishes_nothing_and_can_be_repeated(s
     zero, one = make_worker(slow, rank=0, **same), make_worker(slow, rank=1, **same)
     keys = make_keys(2)
     zero.store(keys, zero.blocks_for(2))
-    failing = one.begin_store(keys, one.blocks_for(2))
-    wait_for_state(failing, State.RUNNING)
-    assert failing.move(State.RUNNING, State.CANCELLED)
+    with slow.paused_copies():
+        failing = one.begin_store(keys, one.blocks_for(2))
+        wait_for_state(failing, State.RUNNING)
+        assert failing.move(State.RUNNING, State.CANCELLED)
     assert_failed(failing, "cancelled")
     assert zero.lookup(keys) == 0
     assert one.store(keys, one.blocks_for(2)) == Stored(stored=2, skipped=0)
@@ -96,14 +104,16 @@ def test_unregister_with_copies_in_flight_is_answered_when_the_memory_is_unmappe
     worker = make_worker(slow)
     keys = make_keys(3)
     worker.store(keys, worker.blocks_for(3))
-    copies = [
-        worker.begin_load(keys, worker.blocks_for(3, first=20)),
-        worker.begin_store(make_keys(3), worker.blocks_for(3)),
-        worker.begin_load(keys, worker.blocks_for(3, first=40)),
-        worker.begin_store(make_keys(3), worker.blocks_for(3)),
-    ]
-    wait_for_state(copies[0], State.RUNNING)
-    number = worker.send(UnregisterWorker(boot_id=worker.hello.boot_id, registration=worker.number))
+    with slow.paused_copies():
+        copies = [
+            worker.begin_load(keys, worker.blocks_for(3, first=20)),
+            worker.begin_store(make_keys(3), worker.blocks_for(3)),
+            worker.begin_load(keys, worker.blocks_for(3, first=40)),
+            worker.begin_store(make_keys(3), worker.blocks_for(3)),
+        ]
+        wait_for_state(copies[0], State.RUNNING)
+        number = worker.send(UnregisterWorker(boot_id=worker.hello.boot_id, registration=worker.number))
+        worker.ask(Status(), StatusReply)  # it has been read
     assert worker.reply_to(number) == Unregistered()
     assert slow.mapped_memfds() == []
     assert slow.open_memfds() == 0
@@ -141,15 +151,16 @@ def test_a_restarted_daemon_refuses_what_was_meant_for_the_last_one(make_daemon,
     worker.round_trip()
 
 
-def test_a_killed_daemon_ends_the_lifeline_and_writes_no_more(make_daemon, make_worker, device):
-    daemon = make_daemon(copy_delay_us=COPY_DELAY_US[device])
+def test_a_killed_daemon_ends_the_lifeline_and_writes_no_more(make_daemon, make_worker):
+    daemon = make_daemon(pauses=True)
     worker = make_worker(daemon)
     keys = make_keys(3)
     worker.store(keys, worker.blocks_for(3))
-    load = worker.begin_load(keys, worker.blocks_for(3, first=30))
-    wait_for_state(load, State.RUNNING)
-    assert worker.attachment.alive()
-    daemon.kill()
+    with daemon.paused_copies():
+        load = worker.begin_load(keys, worker.blocks_for(3, first=30))
+        wait_for_state(load, State.RUNNING)
+        assert worker.attachment.alive()
+        daemon.kill()
     wait_until(lambda: not worker.attachment.alive())
     image = worker.memory.image()
     assert load.state == State.RUNNING  # no process is left to move it: the end of the lifeline is the answer

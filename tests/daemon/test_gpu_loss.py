@@ -262,12 +262,14 @@ def test_copies_that_hang_in_a_lost_gpu_stay_open_until_the_daemon_has_ended(
     make_daemon: Callable[..., Daemon], tmp_path: Path, make_worker: Callable[..., Worker]
 ) -> None:
     """They may still be written; engines see the end of the process."""
-    mortal = make_daemon(gpu_orders=tmp_path / "die", drain_seconds=1, **MORTAL)
+    mortal = make_daemon(gpu_orders=tmp_path / "die", drain_seconds=1, simulated_gpus=1, pauses=True)
     worker = make_worker(mortal, gpu=GPUS[0])
     worker.store(keys := make_keys(1), worker.blocks_for(1))
-    load = worker.begin_load(keys, worker.blocks_for(1, first=1))
-    wait_until(lambda: load.state == State.RUNNING)
-    mortal_gpus.order(tmp_path / "die", "hang")
+    with mortal.paused_copies():
+        load = worker.begin_load(keys, worker.blocks_for(1, first=1))
+        wait_until(lambda: load.state == State.RUNNING)
+        mortal_gpus.order(tmp_path / "die", "hang")
+        wait_until(lambda: not (tmp_path / "die").exists(), what="the order was carried out")
     assert worker.attachment is not None
     assert mortal.process is not None
     assert mortal.process.wait(60) == 3

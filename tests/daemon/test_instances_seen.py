@@ -84,13 +84,14 @@ def test_an_instance_is_described_and_reports_its_prefill_speed(daemon: Daemon) 
 
 
 def test_leases_tickets_and_pins_are_exported(make_daemon: Callable[..., Daemon]) -> None:
-    daemon = make_daemon(copy_delay_us=200_000)
+    daemon = make_daemon(pauses=True)
     assert [daemon.metric(f"kvserver_{name}") for name in ("tickets", "pins", "leases")] == [0, 0, 0]
     with Worker(daemon.endpoint) as worker:
         keys, blocks = make_keys(2), worker.blocks_for(2)
-        store = worker.begin_store(keys, blocks)
-        wait_until(lambda: daemon.metric("kvserver_tickets") == 1)
-        assert daemon.metric("kvserver_pins") == 2
+        with daemon.paused_copies():
+            store = worker.begin_store(keys, blocks)
+            wait_until(lambda: daemon.metric("kvserver_tickets") == 1)
+            assert daemon.metric("kvserver_pins") == 2
         store.reply()
         assert worker.lookup(keys) == 2
         assert daemon.metric("kvserver_leases") == 1

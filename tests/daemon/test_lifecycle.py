@@ -256,12 +256,13 @@ def test_what_was_evicted_since_counts_as_evicted(make_daemon, make_worker):
 
 
 def test_a_chunk_on_its_way_counts_as_filling_and_half_an_instance_as_unavailable(make_daemon, make_worker):
-    daemon = make_daemon(copy_delay_us=100_000)
+    daemon = make_daemon(pauses=True)
     worker = make_worker(daemon)
     keys = make_keys(1)
-    store = worker.begin_store(keys, worker.blocks_for(1))
-    wait_until(lambda: daemon.status()["l1"]["chunks"] == 1)
-    assert worker.lookup(keys) == 0
+    with daemon.paused_copies():
+        store = worker.begin_store(keys, worker.blocks_for(1))
+        wait_until(lambda: daemon.status()["l1"]["chunks"] == 1)
+        assert worker.lookup(keys) == 0
     assert missed(daemon, worker) == {"filling": worker.chunk_blocks * 16}
     store.reply()
     half = make_worker(daemon, world_size=2)

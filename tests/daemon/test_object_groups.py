@@ -13,7 +13,7 @@ from support.memory import two_groups
 from support.worker import Worker, make_keys
 
 from kvserver._native import NO_BLOCK, State
-from kvserver.protocol import Error, ErrorCode, LookupReply, ObjectGroup, Retrieved, Stored
+from kvserver.protocol import Error, ErrorCode, LookupReply, ObjectGroup, Retrieved, Status, StatusReply, Stored
 
 pytestmark = on_each_device
 MakeWorker = Callable[..., Worker]
@@ -104,13 +104,15 @@ def test_a_store_that_fails_drops_nothing(hybrid: Worker) -> None:
 def test_a_store_that_finds_no_space_for_some_objects_drops_nothing(
     make_daemon: Callable[..., Daemon], make_worker: MakeWorker
 ) -> None:
-    daemon, keys = make_daemon(l1_size="64KiB", copy_delay_us=50_000), make_keys(8)
+    daemon, keys = make_daemon(l1_size="64KiB", pauses=True), make_keys(8)
     worker = make_worker(daemon, geometry=two_groups(), groups=(FULL, GROUPS["window"][0]))
     worker.store(keys[:1], range(1, 5))
     worker.store(keys[:1], range(5, 7), group=1)
     assert found(worker, keys[:1]) == (1, 1)  # and leases them: they are not evicted
-    store = worker.begin_store(keys[1:], range(10, 24), group=1, dropped=keys[0])
-    worker.end_request()
+    with daemon.paused_copies():
+        store = worker.begin_store(keys[1:], range(10, 24), group=1, dropped=keys[0])
+        worker.end_request()
+        worker.ask(Status(), StatusReply)  # both have been read
     reply = store.reply()
     assert isinstance(reply, Stored)
     assert reply.stored

@@ -195,11 +195,12 @@ def test_an_audit_on_request_states_whether_the_accounting_balances(monkeypatch,
 
 
 def test_an_audit_on_request_counts_nothing_while_copies_are_in_flight(make_daemon, make_worker):
-    daemon = make_daemon(copy_delay_us=100_000)
+    daemon = make_daemon(pauses=True)
     worker = make_worker(daemon)
-    store = worker.begin_store(make_keys(1), worker.blocks_for(1))
-    worker.ask(Status(), StatusReply)  # the store has begun
-    assert daemon.http("/audit", "POST") == (503, '{"audit": "not counted"}')
+    with daemon.paused_copies():
+        store = worker.begin_store(make_keys(1), worker.blocks_for(1))
+        worker.ask(Status(), StatusReply)  # the store has begun
+        assert daemon.http("/audit", "POST") == (503, '{"audit": "not counted"}')
     store.reply()
     daemon.audit()
 

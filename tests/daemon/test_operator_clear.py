@@ -269,13 +269,14 @@ def test_a_model_of_more_namespaces_than_a_turn_of_the_loop_can_clear_is_refused
 
 
 def test_what_is_being_stored_when_its_model_is_cleared_is_never_found(make_daemon, make_worker):
-    daemon = make_daemon(copy_delay_us=50_000)  # a block
+    daemon = make_daemon(pauses=True)
     worker = make_worker(daemon, instance_id="a", model_name="m/one")
     stored(worker)
     more = make_keys(2, "more")
-    store = worker.begin_store(more, worker.blocks_for(2))
-    worker.ask(Status(), StatusReply)  # the store has begun
-    assert post(daemon, "model_name=m/one")[0] == 200
+    with daemon.paused_copies():
+        store = worker.begin_store(more, worker.blocks_for(2))
+        worker.ask(Status(), StatusReply)  # the store has begun
+        assert post(daemon, "model_name=m/one")[0] == 200
     store.reply()
     assert [worker.lookup(KEYS), worker.lookup(more)] == [0, 0]
     daemon.wait_for_accounting(tickets=0, pins=0, used_pages=0)

@@ -15,7 +15,6 @@ from kvserver.protocol import Error, ObjectGroup, Retrieved, Stored
 from kvserver.protocol.client import RequestFailed
 
 pytestmark = on_each_device
-SLOW = 100_000  # microseconds a block
 
 
 @pytest.fixture
@@ -120,13 +119,15 @@ def test_until_every_rank_is_registered_nothing_is_stored(daemon, make_worker, m
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_dies_during_the_store_leaves_nothing_half_stored(make_daemon, make_ranks, victim):
     """Rank 0's death ends the copy; another one's does not touch it, but the engine's namespace ends with it."""
-    daemon = make_daemon(copy_delay_us=SLOW)
+    daemon = make_daemon(pauses=True)
     ranks, reader = make_ranks(daemon), make_ranks(daemon)
     keys = make_keys(1)
-    store = ranks[0].begin_store(keys, ranks[0].blocks_for(1))
-    wait_until(lambda: store.state is State.RUNNING)
     content = ranks[0].memory.blocks(ranks[0].blocks_for(1))
-    ranks[victim].hang_up()
+    with daemon.paused_copies():
+        store = ranks[0].begin_store(keys, ranks[0].blocks_for(1))
+        wait_until(lambda: store.state is State.RUNNING)
+        ranks[victim].hang_up()
+        daemon.wait_for_accounting(attachments=len(ranks) + len(reader) - 1)
     if victim == 0:
         assert isinstance(store.reply(), Error)
         assert reader[1].lookup(keys) == 0

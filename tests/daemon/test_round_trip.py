@@ -91,15 +91,17 @@ def test_a_chunk_that_is_there_is_not_stored_again(daemon, worker):
 
 
 def test_stores_of_one_chunk_that_overlap_in_time_are_merged(make_daemon, make_worker):
-    daemon = make_daemon(copy_delay_us=20_000)
+    daemon = make_daemon(pauses=True)
     one, two = make_worker(daemon), make_worker(daemon)
     keys = make_keys(2)
     source = one.blocks_for(2)
     content = one.memory.blocks(source)
-    slow = one.begin_store(keys, source)
-    one.ask(Status(), StatusReply)  # the store has begun
-    assert two.store(keys, two.blocks_for(2)) == Stored(stored=0, skipped=2)
-    assert slow.reply() == Stored(stored=2, skipped=0)
+    with daemon.paused_copies():
+        stores = []
+        for worker in (one, two):
+            stores.append(worker.begin_store(keys, source))
+            worker.ask(Status(), StatusReply)  # the store has begun
+    assert [store.reply() for store in stores] == [Stored(stored=2, skipped=0), Stored(stored=0, skipped=2)]
     two.load(keys, source)
     assert two.memory.blocks(source) == content
 
@@ -321,28 +323,32 @@ def test_clear_over_http_reports_how_many_chunks_it_forgot(daemon, worker):
 
 
 def test_a_store_that_was_running_when_the_cache_was_cleared_publishes_nothing(make_daemon, make_worker):
-    daemon = make_daemon(copy_delay_us=20_000)
+    daemon = make_daemon(pauses=True)
     worker = make_worker(daemon)
     keys = make_keys(3)
-    slow = worker.begin_store(keys, worker.blocks_for(3))
-    worker.ask(Clear(), Cleared)  # which follows the store on its connection, so it finds it running
-    slow.reply()
+    with daemon.paused_copies():
+        store = worker.begin_store(keys, worker.blocks_for(3))
+        worker.ask(Clear(), Cleared)  # which follows the store on its connection, so it finds it running
+    store.reply()
     assert worker.lookup(keys) == 0
     daemon.wait_for_accounting(tickets=0, pins=0, used_pages=0)
 
 
 def test_a_load_that_was_running_when_the_cache_was_cleared_is_whole(make_daemon, make_worker):
-    daemon = make_daemon(copy_delay_us=5_000)
+    daemon = make_daemon(pauses=True)
     worker = make_worker(daemon)
     keys = make_keys(3)
     content = worker.memory.blocks(worker.blocks_for(3))
     worker.store(keys, worker.blocks_for(3))
     target = worker.blocks_for(3, first=30)
-    slow = worker.begin_load(keys, target)
-    worker.ask(Clear(), Cleared)
-    others = make_keys(3)
-    worker.store(others, worker.blocks_for(3, first=15))  # must not get the pages that are being read
-    slow.reply()
+    with daemon.paused_copies():
+        load = worker.begin_load(keys, target)
+        worker.ask(Clear(), Cleared)
+        others = make_keys(3)
+        store = worker.begin_store(others, worker.blocks_for(3, first=15))  # must not get the pages that are being read
+        worker.ask(Status(), StatusReply)
+    store.reply()
+    load.reply()
     assert worker.memory.blocks(target) == content
     daemon.wait_for_accounting(tickets=0, pins=0)
     assert (worker.lookup(keys), worker.lookup(others)) == (0, 3)

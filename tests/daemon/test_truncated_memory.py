@@ -25,9 +25,10 @@ def on_host(device: str) -> None:
 def test_memory_truncated_during_a_store_drops_the_instance_and_publishes_nothing(slow, make_worker, on_host, memory):
     worker, other = make_worker(slow), make_worker(slow)
     keys = make_keys(3)
-    store = worker.begin_store(keys, worker.blocks_for(3))
-    wait_for_state(store, State.RUNNING)
-    worker.memory.truncate(memory)
+    with slow.paused_copies():
+        store = worker.begin_store(keys, worker.blocks_for(3))
+        wait_for_state(store, State.RUNNING)
+        worker.memory.truncate(memory)
     assert_failed(store, "memory_lost")
     assert store.state == State.FAILED
     slow.wait_for_accounting(attachments=1, mappings=3)
@@ -42,9 +43,10 @@ def test_memory_truncated_during_a_load_drops_the_instance_and_keeps_the_chunks(
     keys = make_keys(3)
     content = other.memory.blocks(other.blocks_for(3))
     other.store(keys, other.blocks_for(3))
-    load = worker.begin_load(keys, worker.blocks_for(3))
-    wait_for_state(load, State.RUNNING)
-    worker.memory.truncate()
+    with slow.paused_copies():
+        load = worker.begin_load(keys, worker.blocks_for(3))
+        wait_for_state(load, State.RUNNING)
+        worker.memory.truncate()
     assert_failed(load, "memory_lost")
     slow.wait_for_accounting(attachments=1, mappings=3)
     other.memory.fill()
@@ -57,13 +59,14 @@ def test_memory_truncated_under_several_copies_is_unmapped_once_they_have_ended(
     worker, other = make_worker(slow), make_worker(slow)
     keys = make_keys(3)
     other.store(keys, other.blocks_for(3))
-    copies = [
-        worker.begin_load(keys, worker.blocks_for(3, first=30)),
-        worker.begin_store(make_keys(3), worker.blocks_for(3)),
-        worker.begin_store(make_keys(3), worker.blocks_for(3, first=13)),
-    ]
-    wait_for_state(copies[0], State.RUNNING)
-    worker.memory.truncate()
+    with slow.paused_copies():
+        copies = [
+            worker.begin_load(keys, worker.blocks_for(3, first=30)),
+            worker.begin_store(make_keys(3), worker.blocks_for(3)),
+            worker.begin_store(make_keys(3), worker.blocks_for(3, first=13)),
+        ]
+        wait_for_state(copies[0], State.RUNNING)
+        worker.memory.truncate()
     for copy in copies:
         assert isinstance(copy.reply(), Error)
         assert copy.state == State.FAILED

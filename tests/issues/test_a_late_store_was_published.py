@@ -29,19 +29,19 @@ def in_time(seconds: float) -> int:
 @on_each_device
 @pytest.mark.parametrize("replicated", [False, True])
 def test_a_daemon_that_was_frozen_in_a_store_does_not_publish_it(make_daemon, make_worker, replicated):
-    daemon = make_daemon(copy_delay_us=3 * SLOW)
+    daemon = make_daemon(pauses=True)
     worker, keys = make_worker(daemon, replicated=replicated), make_keys(2)
     source = worker.blocks_for(2)
     before = worker.memory.blocks(source)
-    deadline = in_time(0.5)
-    store = worker.begin_store(keys, source, deadline_ns=deadline)
-    wait_until(lambda: store.state is State.RUNNING)
-    assert time.monotonic_ns() < deadline, "it began too late"
-    daemon.freeze()
-    assert store.state is State.RUNNING, "it ended too early"
-    time.sleep(max(0.0, (deadline - time.monotonic_ns()) / 1e9) + 0.05)
-    worker.memory.fill()  # the engine gives the blocks to another request
-    assert worker.memory.blocks(source) != before
+    with daemon.paused_copies():
+        deadline = in_time(1.0)
+        store = worker.begin_store(keys, source, deadline_ns=deadline)
+        wait_until(lambda: store.state is State.RUNNING)
+        assert time.monotonic_ns() < deadline, "it began too late"
+        daemon.freeze()
+        time.sleep(max(0.0, (deadline - time.monotonic_ns()) / 1e9) + 0.05)
+        worker.memory.fill()  # the engine gives the blocks to another request
+        assert worker.memory.blocks(source) != before
     daemon.thaw()
     answer = store.reply()
     assert isinstance(answer, Error)

@@ -14,7 +14,7 @@ from typing import Any
 
 from support.daemon import wait_until
 from support.memory import Geometry, Memory, Piece, SharedMemory
-from support.simulators import FakeDevice
+from support.simulators import FakeDevice, slow_cpu
 from support.slots import slot_of
 from support.worker import packed
 
@@ -127,7 +127,7 @@ class Device:
         if gpu is not None:
             self.native = GpuDevice(region, page_bytes, gpu, batch_bytes, way, **limits)
         else:
-            self.native = self.fake or CpuDevice(region, page_bytes, threads, delay_micros)
+            self.native = self.fake or slow_cpu(region, page_bytes, threads, delay_micros)
         self.pinner = self._pin() if pinned else None
         self.ended: dict[int, End] = {}
         self.tickets = 0

@@ -32,6 +32,7 @@
 #include "tables/block_runs.h"
 #include "testing/fake_device.h"
 #include "testing/fake_gpu.h"
+#include "testing/slow_copies.h"
 
 using namespace kvserver;
 
@@ -241,7 +242,7 @@ void cancelled_copies(Device& device, unsigned threads) {
 
 void truncated_memory(unsigned threads) {
     auto region = std::make_shared<HostRegion>(4096 * kPage);
-    CpuDevice device(region, kPage, threads, 50);
+    CpuDevice device(region, kPage, threads, SlowCopies{50});
     for (int round = 0; round < 20; ++round) {
         uint64_t size = 0;
         const auto rows = awkward_planes(size);
@@ -305,7 +306,8 @@ void fake_copies(unsigned threads) {
 std::shared_ptr<HostRegion> new_region() { return std::make_shared<HostRegion>(4096 * kPage); }
 
 void cpu_copies(unsigned threads) {
-    CpuDevice quick(new_region(), kPage, threads, 0), slow(new_region(), kPage, threads, 20);
+    CpuDevice quick(new_region(), kPage, threads);
+    CpuDevice slow(new_region(), kPage, threads, SlowCopies{20});
     random_copies(quick, threads);
     cancelled_copies(slow, threads);
 }

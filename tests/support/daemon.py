@@ -13,7 +13,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 GPUS = [f"GPU-00000000-0000-0000-0000-{number:012d}" for number in range(2)]  # of --simulated-gpus 2
 KVSERVER = os.environ.get("KVSERVER_BIN") or str(Path(sys.executable).parent / "kvserver")
 # For these flags it is daemon_main.py that is started, by the same interpreter.
-SIMULATED = {"copy_delay_us", "simulated_gpus", "gpu_way", "gpu_orders", "drain_seconds", "journal_gate"}
+SIMULATED = {"copy_delay_us", "copy_pause", "simulated_gpus", "gpu_way", "gpu_orders", "drain_seconds", "journal_gate"}
 WITH_SIMULATED = (str(Path(KVSERVER).with_name("python")), str(Path(__file__).with_name("daemon_main.py")))
 
 
@@ -57,13 +57,17 @@ class Daemon:
     """One daemon. start() after construction or after it ended; the folder and endpoint stay the same.
 
     Flags are keyword arguments: `Daemon(l1_size="1MiB")` gives `--l1-size 1MiB`. `program`: by default `kvserver`, or daemon_main.py
-    where flags are of that.
+    where flags are of that. `pauses`: its copies can be paused.
     """
 
-    def __init__(self, env: dict[str, str] | None = None, program: Sequence[str] = (), **flags: object) -> None:
-        self.program = program or (WITH_SIMULATED if SIMULATED & flags.keys() else (KVSERVER,))
+    def __init__(
+        self, env: dict[str, str] | None = None, program: Sequence[str] = (), pauses: bool = False, **flags: object
+    ) -> None:
         # Not pytest's tmp_path: a Unix socket's path has little room.
         self.folder = Path(tempfile.mkdtemp(prefix="kvs-"))
+        if pauses:
+            flags["copy_pause"] = self._pause
+        self.program = program or (WITH_SIMULATED if SIMULATED & flags.keys() else (KVSERVER,))
         self.flags: dict[str, object] = {
             "endpoint": f"ipc://{self.folder}/kv.sock",
             "http_port": 0,
@@ -211,6 +215,22 @@ class Daemon:
         """Have it audit its accounting, as soon as nothing is in flight."""
         code, body = wait_until(lambda: (answer := self.http("/audit", "POST"))[0] != 503 and answer, what="an audit")
         assert (code, json.loads(body)) == (200, {"audit": "balanced"}), self.log[-4000:]
+
+    # ---- its copies ---------------------------------------------------------------------------
+
+    @property
+    def _pause(self) -> Path:
+        return self.folder / "pause"
+
+    @contextlib.contextmanager
+    def paused_copies(self) -> Iterator[None]:
+        """Copies move their first block and then wait for the end of this; those of a GPU move nothing. REQUIRES: `pauses`."""
+        assert "copy_pause" in self.flags
+        self._pause.touch()
+        try:
+            yield
+        finally:
+            self._pause.unlink()
 
     # ---- its process --------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""A daemon whose copies are slow, so that a test can act while one goes on."""
+"""Copies that a test can act in the middle of: of a daemon that is slow, or whose copies are paused."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from kvserver.protocol import Error
 from support.daemon import wait_until
 from support.worker import Operation
 
-# Per block, or per operation of a GPU's stream: three chunks take 360 or 750 ms, time enough to act in the middle on a busy machine.
-COPY_DELAY_US = {"cpu": 30_000, "gpu": 150_000}
+COPY_DELAY_US = {
+    "cpu": 3000,
+    "gpu": 15_000,
+}  # per block, or per operation of a GPU's stream: three chunks take 36 or 75 ms
 AT_ONCE = 4  # copies of one direction: copying threads, or batches that a lane has in flight
 
 
