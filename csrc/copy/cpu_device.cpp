@@ -2,7 +2,6 @@
 #include "copy/cpu_device.h"
 
 #include <algorithm>
-#include <chrono>
 #include <stdexcept>
 
 #include "copy/host_copy.h"

@@ -238,8 +238,9 @@ NB_MODULE(_native, m) {
         .def("submit_unmap", &Device::submit_unmap, "ticket"_a, "mappings"_a, Released())
         .def("drain", &drain);
     nb::class_<CpuDevice, Device>(m, "CpuDevice")
-        .def(nb::new_(&make_without_gil<CpuDevice, std::shared_ptr<HostRegion>, uint64_t, unsigned>),
-             "region"_a, "page_bytes"_a, "threads"_a);
+        .def(
+            nb::new_(&make_without_gil<CpuDevice, std::shared_ptr<HostRegion>, uint64_t, unsigned>),
+            "region"_a, "page_bytes"_a, "threads"_a);
 
     m.def("pack_blocks", &pack_bytes, "ids"_a);
     m.def("unpack_blocks", &unpack_bytes, "packed"_a, "most"_a);

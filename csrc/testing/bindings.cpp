@@ -32,9 +32,8 @@ NB_MODULE(kvserver_testing, m) {
             "__init__",
             [](FakeDevice* self, std::shared_ptr<HostRegion> region, uint64_t page_bytes,
                uint64_t seed, double trouble, unsigned delay_micros) {
-                new (self)
-                    FakeDevice(std::move(region), page_bytes,
-                               {.seed = seed, .trouble = trouble, .slow = {delay_micros}});
+                new (self) FakeDevice(std::move(region), page_bytes,
+                                      {.seed = seed, .trouble = trouble, .slow = {delay_micros}});
             },
             "region"_a, "page_bytes"_a, "seed"_a = 0, "trouble"_a = 0.0, "delay_micros"_a = 0)
         .def_prop_ro("open", &FakeDevice::open)
@@ -65,14 +64,12 @@ NB_MODULE(kvserver_testing, m) {
         },
         "region"_a, "page_bytes"_a, "threads"_a, "delay_micros"_a = 0, "pause_file"_a = "");
     nb::class_<FakeGpu, Gpu>(m, "FakeGpu")
-        .def(nb::new_(
-                 [](std::string uuid, uint64_t seed, unsigned delay_micros, uint64_t memory_bytes,
-                    std::string pause_file) {
-                     return make_without_gil<FakeGpu>(
-                         std::move(uuid),
-                         FakeGpu::Options{
-                             seed, {delay_micros, std::move(pause_file)}, memory_bytes});
-                 }),
+        .def(nb::new_([](std::string uuid, uint64_t seed, unsigned delay_micros,
+                         uint64_t memory_bytes, std::string pause_file) {
+                 return make_without_gil<FakeGpu>(
+                     std::move(uuid),
+                     FakeGpu::Options{seed, {delay_micros, std::move(pause_file)}, memory_bytes});
+             }),
              "uuid"_a, "seed"_a = 0, "delay_micros"_a = 0, "memory_bytes"_a = uint64_t{1} << 30,
              "pause_file"_a = "")
         .def("pause", &FakeGpu::pause, Released())

@@ -2,14 +2,12 @@
 #include "testing/fake_device.h"
 
 #include <algorithm>
-#include <chrono>
 #include <limits>
 #include <mutex>
 #include <optional>
 #include <random>
 #include <set>
 #include <stdexcept>
-#include <thread>
 #include <utility>
 
 #include "copy/host_copy.h"

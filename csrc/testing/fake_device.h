@@ -29,8 +29,8 @@ namespace kvserver {
 class FakeDevice final : public Device {
   public:
     struct Options {
-        uint64_t seed = 0;   // not 0: L1 is noise, and ends are reported out of order, some late
-        double trouble = 0;  // how often a step() fails
+        uint64_t seed = 0;     // not 0: L1 is noise, and ends are reported out of order, some late
+        double trouble = 0;    // how often a step() fails
         SlowCopies slow = {};  // before each block
     };
     enum class Order { kSubmitted, kReversed, kRandom };

@@ -39,7 +39,8 @@ std::string path_of(const GpuHandle& handle) {
 std::mutex FakeGpu::all_pinned_mutex_;
 FakeGpu::Ranges FakeGpu::all_pinned_;
 
-FakeGpu::FakeGpu(std::string uuid, Options options) : uuid_(std::move(uuid)), options_(std::move(options)) {}
+FakeGpu::FakeGpu(std::string uuid, Options options)
+    : uuid_(std::move(uuid)), options_(std::move(options)) {}
 
 FakeGpu::~FakeGpu() {
     {

@@ -292,7 +292,7 @@ class Engine:
     def begin_load(self, name: str, tokens: list[int]) -> Answer:
         """Submit a prompt that the daemon has, until the first bytes of its load are in the first rank's KV.
 
-        REQUIRES: slow copies.
+        REQUIRES: slow copies, or paused ones.
         """
         answer, before = self.add(name, tokens), len(self.loads)
         self.run(until=lambda: len(self.loads) > before)

@@ -316,12 +316,13 @@ def test_what_could_not_be_sent_is_counted(make_daemon, make_engine, make_front_
 
 
 def test_blocks_out_of_use_and_stores_cancelled_for_others(make_daemon, make_engine, make_front_end):
-    daemon = make_daemon(copy_delay_us=50_000)
+    daemon = make_daemon(pauses=True)
     make_engine(daemon).generate("cold", TOKENS)
     engine = make_engine(daemon, num_blocks=40, extra={"kvserver.load_timeout_ms": 800, **IMPATIENT})
     front = make_front_end(engine)
-    answer = engine.begin_load("warm", TOKENS)
-    daemon.freeze()
+    with daemon.paused_copies():
+        answer = engine.begin_load("warm", TOKENS)
+        daemon.freeze()
     engine.run(until=lambda: answer.finish_reason is not None)
     front.record_steps()
     assert front.series("quarantined_blocks")[()] == len(ids_of(engine.loads[0]))
@@ -329,9 +330,10 @@ def test_blocks_out_of_use_and_stores_cancelled_for_others(make_daemon, make_eng
     wait_until(lambda: engine.generate_free("tick") == 39, 10, "the blocks come back")
     front.record_steps()
     assert front.series("quarantined_blocks")[()] == 0
-    for number in range(6):
-        engine.add(f"r{number}", prompt(50 + number, 300), count=1)
-    engine.run(60)
+    with daemon.paused_copies():
+        answers = [engine.add(f"r{number}", prompt(50 + number, 300), count=1) for number in range(6)]
+        engine.run(60, until=lambda: all(answer.finish_reason is not None for answer in answers))
+    engine.run()
     front.record_steps()
     assert front.series("cancelled_stores_total")[()] > 0
 

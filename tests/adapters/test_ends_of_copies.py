@@ -18,7 +18,7 @@ from kvserver.adapters.common.steps import StepPlan, StepReport
 from kvserver.adapters.vllm import KVServerConnector
 from kvserver.adapters.vllm.blockpool import PoolHook
 from made_up_model import BLOCK, HEADS, WIDTH, prompt
-from support.daemon import wait_until
+from support.daemon import Daemon, wait_until
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 
@@ -38,12 +38,13 @@ def test_a_store_is_cancelled_at_its_deadline(make_daemon, make_engine):
 
 def test_stores_in_a_new_session_have_words_of_their_own(make_daemon, make_engine):
     """The store that died with the daemon before has one that is another's by now."""
-    daemon = make_daemon(copy_delay_us=20_000)
+    daemon = make_daemon(pauses=True)
     engine = make_engine(daemon)
-    answer = engine.add("lost", prompt(0, 4 * CHUNK), count=1)
-    engine.run(until=lambda: answer.finish_reason is not None)
-    assert engine.connector.has_pending_push_work()
-    daemon.kill()
+    with daemon.paused_copies():
+        answer = engine.add("lost", prompt(0, 4 * CHUNK), count=1)
+        engine.run(until=lambda: answer.finish_reason is not None)
+        assert engine.connector.has_pending_push_work()
+        daemon.kill()
     daemon.start()
     wait_until(lambda: any(instance["namespace"] for instance in daemon.status()["instances"]), what="it registers")
     seeds = itertools.count(100)  # the scheduler half finds out by what it is answered
@@ -106,7 +107,7 @@ def test_quarantine_ends_with_the_last_ranks_word():
 def two_groups(config, caches):
     spec = caches.kv_cache_groups[0].kv_cache_spec
     caches.kv_cache_groups[:] = [KVCacheGroupSpec([f"layers.{group}"], spec) for group in range(2)]
-    config.kv_transfer_config.kv_connector_extra_config["kvserver.load_timeout_ms"] = 200
+    config.kv_transfer_config.kv_connector_extra_config["kvserver.load_timeout_ms"] = 800
 
 
 @dataclass
@@ -133,7 +134,7 @@ class Steps:
 
 @pytest.fixture
 def steps(make_daemon, make_halves):
-    daemon = make_daemon(copy_delay_us=30_000)
+    daemon = make_daemon(pauses=True)
     scheduler, worker = make_halves(daemon, two_groups)
     yield Steps(worker), daemon
     daemon.thaw()
@@ -144,8 +145,7 @@ def steps(make_daemon, make_halves):
 
 def test_an_idle_step_waits_for_a_load_that_is_being_cancelled(steps):
     worker, daemon = steps
-    begin_load(worker, targets=[9, 10, 11, 12, 13, 14, 15, 16])
-    daemon.freeze()
+    begin_load(worker, daemon, targets=[9, 10, 11, 12, 13, 14, 15, 16])
     count, began = 1, time.monotonic()
     while "warm" not in worker.idle():
         count += 1
@@ -155,8 +155,7 @@ def test_an_idle_step_waits_for_a_load_that_is_being_cancelled(steps):
 def test_the_null_block_is_not_quarantined(steps):
     """No request owns it: pinned and freed once more, vLLM would hand it to a request."""
     worker, daemon = steps
-    begin_load(worker, targets=[9, 0, 10, 0, 11, 12, 13, 14])  # a window's group lacks two
-    daemon.freeze()
+    begin_load(worker, daemon, targets=[9, 0, 10, 0, 11, 12, 13, 14])  # a window's group lacks two
     wait_until(lambda: "warm" in worker.idle(), what="the load is given up")
     assert [report.quarantined for report in worker.reports if report.quarantined] == [[(2, [9, 10, 11, 12, 13, 14])]]
     daemon.thaw()
@@ -164,8 +163,8 @@ def test_the_null_block_is_not_quarantined(steps):
     assert worker.reports[-1].released == [2]
 
 
-def begin_load(worker: Steps, targets: list[int]) -> None:
-    """Of a chunk that is stored first; returns once a block was written."""
+def begin_load(worker: Steps, daemon: Daemon, targets: list[int]) -> None:
+    """Of a chunk that is stored first; the daemon hangs when it has written a block."""
     storage = torch.randint(1, 1 << 60, (2, 100, HEADS, BLOCK, WIDTH), dtype=torch.int64)
     caches = {f"layers.{i}": layer for i, layer in enumerate(storage.unbind(0))}
     worker.connector.register_kv_caches(caches)
@@ -173,5 +172,7 @@ def begin_load(worker: Steps, targets: list[int]) -> None:
     worker.step(StepPlan(stores=[StoreSpec(1, "cold", "", 4, key, pack_blocks(list(range(1, 9))))]))
     wait_until(lambda: worker.idle() or worker.reports)
     before = caches["layers.0"][9].clone()
-    worker.step(StepPlan(loads=[LoadSpec(2, "warm", "", 4, key, pack_blocks(targets), 0)]))
-    wait_until(lambda: not torch.equal(caches["layers.0"][9], before), what="the load's first bytes")
+    with daemon.paused_copies():
+        worker.step(StepPlan(loads=[LoadSpec(2, "warm", "", 4, key, pack_blocks(targets), 0)]))
+        wait_until(lambda: not torch.equal(caches["layers.0"][9], before), what="the load's first bytes")
+        daemon.freeze()

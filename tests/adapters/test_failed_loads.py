@@ -179,7 +179,7 @@ def test_what_is_stored_anew_is_loaded_at_once(
 def test_what_a_request_of_one_step_stores_is_known_though_it_ends_before_its_store(
     clock: Clock, make_daemon: MakeDaemon, make_tap: MakeTap, make_engine: MakeEngine
 ) -> None:
-    daemon = make_daemon(chunk_tokens=CHUNK, copy_delay_us=3000)
+    daemon = make_daemon(chunk_tokens=CHUNK, pauses=True)
     tap = make_tap(daemon)
     stored(tap, make_engine)
     engine = make_engine(tap.endpoint, extra={"kvserver.on_prefix_reset": "keep"})
@@ -190,9 +190,10 @@ def test_what_a_request_of_one_step_stores_is_known_though_it_ends_before_its_st
             daemon.http("/cache/clear", "POST")
 
     engine.before_step = clear
-    answer = engine.add("one step", TOKENS, count=1)
-    engine.run(until=lambda: answer.finish_reason is not None)
-    assert engine.connector.has_pending_push_work(), "its store runs"
+    with daemon.paused_copies():
+        answer = engine.add("one step", TOKENS, count=1)
+        engine.run(until=lambda: answer.finish_reason is not None)
+        assert engine.connector.has_pending_push_work(), "its store runs"
     engine.before_step = lambda plan: None
     engine.run()
     assert (answer.right, half_of(engine).counters["failed_loads"]) == (True, 1)

@@ -20,7 +20,6 @@ from kvserver.protocol.client import Client, RequestFailed
 
 CHUNK = 64
 TOKENS = prompt(1, 4 * CHUNK + 10)
-SLOW = 50_000  # microseconds a block: a load of TOKENS takes 0.4 s with two threads
 
 
 @pytest.fixture(params=[True, False], ids=["async", "sync"])
@@ -145,22 +144,24 @@ def test_restarted_between_lookup_and_load(stored, make_engine):
 
 
 def test_killed_during_a_load(stored, make_engine, asynchronous):
-    daemon = stored(copy_delay_us=SLOW)
+    daemon = stored(pauses=True)
     engine = make_engine(daemon, asynchronous=asynchronous)
-    answer = engine.begin_load("warm", TOKENS)
-    daemon.kill()
+    with daemon.paused_copies():
+        answer = engine.begin_load("warm", TOKENS)
+        daemon.kill()
     engine.run()
     assert answer.right
     assert engine.received == ["warm"]
 
 
 def test_killed_during_a_store(make_daemon, make_engine):
-    daemon = make_daemon(copy_delay_us=SLOW)
+    daemon = make_daemon(pauses=True)
     engine = make_engine(daemon)
-    answer = engine.add("r", TOKENS, count=1)
-    engine.run(until=lambda: answer.finish_reason is not None)
-    assert engine.connector.has_pending_push_work()
-    daemon.kill()
+    with daemon.paused_copies():
+        answer = engine.add("r", TOKENS, count=1)
+        engine.run(until=lambda: answer.finish_reason is not None)
+        assert engine.connector.has_pending_push_work()
+        daemon.kill()
     engine.run()
     assert not engine.connector.has_pending_push_work()
 
@@ -203,13 +204,14 @@ def test_a_process_with_thousands_of_descriptors_is_served(stored, make_engine):
 
 def test_stopped_during_a_load(stored, make_engine, asynchronous):
     """The blocks that the daemon may still write stay out of use until it runs again and reports that it has ended."""
-    daemon = stored(copy_delay_us=SLOW)
+    daemon = stored(pauses=True)
     engine = make_engine(
         daemon, asynchronous=asynchronous, num_blocks=60, extra={"kvserver.load_timeout_ms": 800, **IMPATIENT}
     )
-    answer = engine.begin_load("warm", TOKENS)
-    quarantined = set(ids_of(engine.loads[0]))
-    daemon.freeze()
+    with daemon.paused_copies():
+        answer = engine.begin_load("warm", TOKENS)
+        quarantined = set(ids_of(engine.loads[0]))
+        daemon.freeze()
     engine.run(until=lambda: answer.finish_reason is not None)
     assert answer.right
     assert engine.received == ["warm"]
@@ -226,10 +228,11 @@ def test_stopped_during_a_load(stored, make_engine, asynchronous):
 
 
 def test_aborted_while_the_daemon_is_stopped_in_its_load(stored, make_engine):
-    daemon = stored(copy_delay_us=SLOW)
+    daemon = stored(pauses=True)
     engine = make_engine(daemon, extra={"kvserver.load_timeout_ms": 800})
-    engine.begin_load("warm", TOKENS)
-    daemon.freeze()
+    with daemon.paused_copies():
+        engine.begin_load("warm", TOKENS)
+        daemon.freeze()
     engine.abort("warm")
     engine.run(until=lambda: engine.received == ["warm"])
     assert engine.free_blocks == 99 - len(ids_of(engine.loads[0]))
@@ -250,12 +253,13 @@ def test_stopped_before_a_load_began_holds_nothing(stored, make_engine):
 
 
 def test_stopped_during_a_store_whose_blocks_are_reused(make_daemon, make_engine):
-    daemon = make_daemon(copy_delay_us=20_000)
+    daemon = make_daemon(pauses=True)
     engine = make_engine(daemon, num_blocks=24, extra=IMPATIENT)
-    answer = engine.add("r", TOKENS, count=1)
-    engine.run(until=lambda: answer.finish_reason is not None)
-    time.sleep(0.05)
-    daemon.freeze()
+    with daemon.paused_copies():
+        answer = engine.add("r", TOKENS, count=1)
+        engine.run(until=lambda: answer.finish_reason is not None)
+        daemon.wait_for_a_copy()
+        daemon.freeze()
     for i in range(3):
         other = engine.add(f"other{i}", prompt(50 + i, 300))
         engine.run(until=lambda other=other: other.finish_reason is not None)
@@ -269,20 +273,22 @@ def test_stopped_during_a_store_whose_blocks_are_reused(make_daemon, make_engine
 
 @pytest.mark.parametrize("when", ["lookup", "load", "running"])
 def test_an_aborted_request_leaves_nothing_behind(stored, make_engine, asynchronous, when):
-    daemon = stored(copy_delay_us=SLOW if when == "load" else 2000)
+    daemon = stored(pauses=True)
     engine = make_engine(daemon, asynchronous=asynchronous)
-    if when == "lookup":
-        daemon.freeze()
-        engine.add("warm", TOKENS)
-        engine.step()
-        assert engine.status_of("warm") == "WAITING"
-    elif when == "load":
-        engine.begin_load("warm", TOKENS)
-    else:
-        answer = engine.add("warm", prompt(9, 5 * CHUNK), count=50)
-        engine.run(until=lambda: len(answer.tokens) >= 2)
-        assert engine.connector.has_pending_push_work()
-    engine.abort("warm")
+    with daemon.paused_copies():
+        if when == "lookup":
+            daemon.freeze()
+            engine.add("warm", TOKENS)
+            engine.step()
+            assert engine.status_of("warm") == "WAITING"
+        elif when == "load":
+            engine.begin_load("warm", TOKENS)
+        else:
+            answer = engine.add("warm", prompt(9, 5 * CHUNK), count=50)
+            engine.run(until=lambda: len(answer.tokens) >= 2)
+            assert engine.connector.has_pending_push_work()
+        engine.abort("warm")
+        engine.step()  # which gives up a load, or a store
     daemon.thaw()
     engine.run()
     assert engine.received == (["warm"] if when == "load" else [])

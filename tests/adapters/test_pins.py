@@ -237,13 +237,15 @@ def test_a_long_prompt_waits_for_the_cancel_though_half_of_the_pool_is_free(make
 
 
 def test_a_load_into_blocks_that_a_store_keeps_waits_for_the_cancel_of_the_store(make_daemon, make_engine):
-    daemon = make_daemon(copy_delay_us=20_000)
+    daemon = make_daemon(pauses=True)
     make_engine(daemon).generate("cold", OTHER, seconds=30)
     engine = make_engine(daemon, num_blocks=23)
-    first = engine.add("first", FIRST, count=1)
-    engine.run(until=lambda: first.finish_reason is not None)
-    assert engine.connector.has_pending_push_work()
-    other = engine.add("other", OTHER, count=3)
+    with daemon.paused_copies():
+        first = engine.add("first", FIRST, count=1)
+        engine.run(until=lambda: first.finish_reason is not None)
+        assert engine.connector.has_pending_push_work()
+        other = engine.add("other", OTHER, count=3)
+        engine.run(until=lambda: bool(engine.loads))
     engine.run()
     assert other.right
     assert other.external == 4 * CHUNK

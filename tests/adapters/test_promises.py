@@ -200,11 +200,13 @@ def test_a_request_that_ends_before_it_is_placed_withdraws_its_tokens(
 def test_a_request_that_ends_during_its_load_withdraws_its_tokens(
     make_daemon: MakeDaemon, make_engine: MakeEngine
 ) -> None:
-    daemon, tokens = make_daemon(chunk_tokens=CHUNK, copy_delay_us=50_000), prompt(3, 2 * CHUNK + 20)
+    daemon, tokens = make_daemon(chunk_tokens=CHUNK, pauses=True), prompt(3, 2 * CHUNK + 20)
     make_engine(daemon).generate("cold", tokens)
     engine = make_engine(daemon)
-    engine.begin_load("ends", tokens)
-    engine.abort("ends")
+    with daemon.paused_copies():
+        engine.begin_load("ends", tokens)
+        engine.abort("ends")
+        engine.step()
     engine.run()
     assert counted(engine, "withdrawn") == {"l1 request_ended": 2 * CHUNK}
     assert_balanced(engine)

@@ -87,11 +87,12 @@ def test_blocks_that_one_rank_cannot_get_back_are_quarantined_until_it_can(make_
 
 
 def test_blocks_that_no_rank_can_get_back_are_quarantined_until_both_can(make_daemon, pair):
-    daemon = make_daemon(copy_delay_us=SLOW, copy_threads=2)
+    daemon = make_daemon(pauses=True)
     pair(daemon).generate("cold", TOKENS)
     warm = pair(daemon, extra={"kvserver.load_timeout_ms": 800, **IMPATIENT})
-    answer = warm.begin_load("warm", TOKENS)
-    daemon.freeze()
+    with daemon.paused_copies():
+        answer = warm.begin_load("warm", TOKENS)
+        daemon.freeze()
     warm.run(until=lambda: answer.finish_reason is not None)
     assert answer.right
     assert warm.received == ["warm"]
@@ -101,11 +102,12 @@ def test_blocks_that_no_rank_can_get_back_are_quarantined_until_both_can(make_da
 
 
 def test_killed_during_a_load_of_two_ranks(make_daemon, pair):
-    daemon = make_daemon(copy_delay_us=SLOW)
+    daemon = make_daemon(pauses=True)
     pair(daemon).generate("cold", TOKENS)
     warm = pair(daemon)
-    answer = warm.begin_load("warm", TOKENS)
-    daemon.kill()
+    with daemon.paused_copies():
+        answer = warm.begin_load("warm", TOKENS)
+        daemon.kill()
     warm.run()
     assert answer.right
     assert warm.received == ["warm"]

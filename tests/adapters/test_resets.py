@@ -104,12 +104,14 @@ def test_what_was_computed_before_a_reset_is_not_stored_after_it(make_daemon, ma
 
 
 def test_a_load_under_way_at_a_reset_is_given_up(make_daemon, make_engine):
-    daemon = make_daemon(copy_delay_us=20_000)
+    daemon = make_daemon(pauses=True)
     make_engine(daemon).generate("cold", TOKENS)
     engine = make_engine(daemon)
-    answer = engine.add("warm", TOKENS)
-    engine.run(until=lambda: engine.status_of("warm") == "WAITING_FOR_REMOTE_KVS")
-    assert not reset(engine, weights=0)
+    with daemon.paused_copies():
+        answer = engine.add("warm", TOKENS)
+        engine.run(until=lambda: engine.status_of("warm") == "WAITING_FOR_REMOTE_KVS")
+        assert not reset(engine, weights=0)
+        engine.step()
     engine.run()
     assert answer.right
     assert engine.received == ["warm"]

@@ -196,14 +196,15 @@ def test_a_sliding_window_loads_the_end_of_its_prefix_only(make_daemon, make_eng
 
 
 def test_an_idle_engine_steps_until_its_stores_have_ended(make_daemon, make_engine):
-    daemon = make_daemon(copy_delay_us=3000)
+    daemon = make_daemon(pauses=True)
     engine = make_engine(daemon)
     engine.run()  # its first step
-    answer = engine.add("r", prompt(12, 3 * CHUNK), count=1)
-    assert not engine.connector.has_pending_push_work()
-    engine.run(until=lambda: answer.finish_reason is not None)
-    assert engine.connector.has_pending_push_work()
-    assert engine.scheduler.has_requests()
+    with daemon.paused_copies():
+        answer = engine.add("r", prompt(12, 3 * CHUNK), count=1)
+        assert not engine.connector.has_pending_push_work()
+        engine.run(until=lambda: answer.finish_reason is not None)
+        assert engine.connector.has_pending_push_work()
+        assert engine.scheduler.has_requests()
     engine.run()
     assert not engine.connector.has_pending_push_work()
     assert daemon.status()["l1"]["chunks"] == 3

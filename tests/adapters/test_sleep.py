@@ -98,13 +98,14 @@ def test_a_hung_daemon_holds_up_sleep_until_its_deadline_only(make_daemon, make_
 
 
 def test_sleep_fails_while_a_hung_daemon_may_write(make_daemon, make_engine):
-    daemon = make_daemon(copy_delay_us=50_000)
+    daemon = make_daemon(pauses=True)
     make_engine(daemon).generate("cold", TOKENS)
     # Longer than the link waits for one answer.
     extra = {"kvserver.unregister_timeout_ms": 1500, "kvserver.load_timeout_ms": 800, **IMPATIENT}
     engine = make_engine(daemon, extra=extra)
-    answer = engine.begin_load("warm", TOKENS)
-    daemon.freeze()
+    with daemon.paused_copies():
+        answer = engine.begin_load("warm", TOKENS)
+        daemon.freeze()
     with pytest.raises(StillWritten, match="may still write"):
         sleep(engine)
     engine.run(until=lambda: answer.finish_reason is not None)

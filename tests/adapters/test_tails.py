@@ -148,12 +148,14 @@ def test_an_aborted_request_leaves_what_it_had_computed(daemon, make_engine, how
 
 def test_a_request_that_is_aborted_while_it_loads_stores_nothing(make_daemon, make_engine, how):
     """Its blocks have not been filled."""
-    daemon = make_daemon(tails="on", copy_delay_us=20_000)
+    daemon = make_daemon(tails="on", pauses=True)
     tokens = prompt(14, 2 * CHUNK + 2 * BLOCK + 1)
     make_engine(daemon).generate("cold", tokens, count=1)
     warm = make_engine(daemon, **how)
-    warm.begin_load("warm", tokens)
-    warm.abort("warm")
+    with daemon.paused_copies():
+        warm.begin_load("warm", tokens)
+        warm.abort("warm")
+        warm.step()
     warm.run()
     assert not warm.stores
 

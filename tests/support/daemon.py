@@ -222,15 +222,24 @@ class Daemon:
     def _pause(self) -> Path:
         return self.folder / "pause"
 
+    @property
+    def _reached(self) -> Path:
+        return self.folder / "pause.reached"
+
     @contextlib.contextmanager
     def paused_copies(self) -> Iterator[None]:
         """Copies move their first block and then wait for the end of this; those of a GPU move nothing. REQUIRES: `pauses`."""
         assert "copy_pause" in self.flags
+        self._reached.unlink(missing_ok=True)
         self._pause.touch()
         try:
             yield
         finally:
             self._pause.unlink()
+
+    def wait_for_a_copy(self) -> None:
+        """Until one waits. REQUIRES: within paused_copies()."""
+        wait_until(self._reached.exists, what="a copy has begun")
 
     # ---- its process --------------------------------------------------------------------------
 

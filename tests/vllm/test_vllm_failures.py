@@ -23,7 +23,6 @@ Start = Callable[..., Daemon]
 Make = Callable[..., Prompt]
 
 # Per block; a request of three chunks has 24 blocks, so a copy takes about half a second.
-SLOW = {"copy_delay_us": 20_000, "copy_threads": 1}
 
 
 @pytest.fixture(autouse=True)
@@ -134,14 +133,15 @@ def test_a_daemon_killed_during_a_load(
 ) -> None:
     text = prompt(220 + restarted, 900)
     alone = reference(first, [text])[0]
-    daemon = start_daemon(**SLOW)
+    daemon = start_daemon(pauses=True)
     first.generate([text])
     first.wait_for_stores()
     name = f"load{restarted:d}"
-    second.ask("add", request_id=name, prompt=text, max_tokens=16)
-    second.send("step", seconds=60, until=name)
-    wait_until(lambda: copying(daemon), 20, "the load to run")
-    daemon.kill()
+    with daemon.paused_copies():
+        second.ask("add", request_id=name, prompt=text, max_tokens=16)
+        second.send("step", seconds=60, until=name)
+        daemon.wait_for_a_copy()
+        daemon.kill()
     if restarted:
         daemon.start()
     reply = second.receive()
@@ -152,11 +152,12 @@ def test_a_daemon_killed_during_a_load(
 def test_a_daemon_killed_during_a_store(first: Engine, second: Engine, start_daemon: Start, prompt: Make) -> None:
     text = prompt(230, 900)
     alone = reference(first, [text])[0]
-    daemon = start_daemon(**SLOW)
-    first.ask("add", request_id="store", prompt=text, max_tokens=16)
-    first.send("step", seconds=60, until="store")
-    wait_until(lambda: copying(daemon), 20, "the store to run")
-    daemon.kill()
+    daemon = start_daemon(pauses=True)
+    with daemon.paused_copies():
+        first.ask("add", request_id="store", prompt=text, max_tokens=16)
+        first.send("step", seconds=60, until="store")
+        daemon.wait_for_a_copy()
+        daemon.kill()
     assert tokens_of(first.receive(), "store") == alone
     first.wait_for_stores()
 
@@ -167,16 +168,17 @@ def test_a_daemon_stopped_mid_load_is_outlived_and_its_blocks_stay_out_of_use(
     """SIGSTOP in the middle of a load: the request is computed elsewhere; SIGCONT then writes to blocks of no request."""
     text, others = prompt(240, 900), [prompt(241 + n, 600) for n in range(6)]
     alone = reference(second, [text, *others])
-    daemon = start_daemon(**SLOW)
+    daemon = start_daemon(pauses=True)
     first.generate([text])
     first.wait_for_stores()
-    second.ask("add", request_id="stopped", prompt=text, max_tokens=16)
-    second.send("step", seconds=60, until="stopped")
-    wait_until(lambda: copying(daemon), 20, "the load to run")
-    daemon.freeze()
+    with daemon.paused_copies():
+        second.ask("add", request_id="stopped", prompt=text, max_tokens=16)
+        second.send("step", seconds=60, until="stopped")
+        daemon.wait_for_a_copy()
+        daemon.freeze()
     began = time.monotonic()
     assert tokens_of(second.receive(), "stopped") == alone[0]
-    print(f"a load of 0.5 s, stopped: its request was done after {time.monotonic() - began:.1f} s")
+    print(f"a load that was stopped: its request was done after {time.monotonic() - began:.1f} s")
     counters = second.counters()
     assert counters["scheduler"]["quarantined_blocks"] == 24
     assert counters["blocks_in_use"] >= 24, "the server may still write these"
@@ -196,12 +198,13 @@ def test_a_daemon_stopped_mid_store_publishes_nothing_of_blocks_that_were_reused
     """SIGSTOP in the middle of a store while the engine reuses its blocks; then SIGCONT."""
     text, others = prompt(250, 900), [prompt(251 + n, 900) for n in range(12)]
     alone = reference(second, [text, *others])
-    daemon = start_daemon(**SLOW)
+    daemon = start_daemon(pauses=True)
     before = second.counters()["worker"].get("cancelled_stores", 0)
-    second.ask("add", request_id="store", prompt=text, max_tokens=16)
-    second.send("step", seconds=60, until="store")
-    wait_until(lambda: copying(daemon), 20, "the store to run")
-    daemon.freeze()
+    with daemon.paused_copies():
+        second.ask("add", request_id="store", prompt=text, max_tokens=16)
+        second.send("step", seconds=60, until="store")
+        daemon.wait_for_a_copy()
+        daemon.freeze()
     assert tokens_of(second.receive(), "store") == alone[0]
     assert [o["tokens"] for o in second.generate(others)] == alone[1:], "they need 336 blocks, and there are 200"
     assert second.counters()["worker"]["cancelled_stores"] > before
@@ -263,14 +266,16 @@ def test_an_engine_killed_mid_copy_leaves_nothing_behind(
     shm = ownerless()
     victim = engines.start("victim", dtype="float32")
     victim.wait_ready()
-    daemon = start_daemon(**SLOW | {"copy_delay_us": 80_000})  # its store takes two seconds
+    daemon = start_daemon(pauses=True)
     standing = wait_until(
         lambda: daemon.accounting()["mappings"] // 2 == len(engines.live()) + 1 and daemon.accounting(), 30
     )
-    victim.ask("add", request_id="victim", prompt=text, max_tokens=16)
-    victim.send("step", seconds=60, until="victim")
-    wait_until(lambda: copying(daemon), 20, "the store to run")
-    victim.kill()
+    with daemon.paused_copies():
+        victim.ask("add", request_id="victim", prompt=text, max_tokens=16)
+        victim.send("step", seconds=60, until="victim")
+        daemon.wait_for_a_copy()
+        victim.kill()
+        wait_until(lambda: daemon.accounting()["attachments"] < standing["attachments"], what="the daemon saw it die")
     daemon.wait_for_accounting(tickets=0, pins=0, leases=0, mappings=standing["mappings"] - 2)
     assert daemon.status()["l1"]["chunks"] == 0
     assert daemon.accounting()["used_pages"] == 0
@@ -283,12 +288,13 @@ def test_a_request_aborted_while_it_loads_frees_its_blocks(
 ) -> None:
     text = prompt(340, 900)
     alone = reference(second, [text])[0]
-    daemon = start_daemon(**SLOW)
+    daemon = start_daemon(pauses=True)
     first.generate([text])
     first.wait_for_stores()
-    second.ask("add", request_id="gone", prompt=text, max_tokens=16)
-    wait_until(lambda: second.ask("step", seconds=0.01) and copying(daemon), 20, "the load to run")
-    second.ask("abort", request_id="gone")
+    with daemon.paused_copies():
+        second.ask("add", request_id="gone", prompt=text, max_tokens=16)
+        wait_until(lambda: second.ask("step", seconds=0.01) and copying(daemon), 20, "the load to run")
+        second.ask("abort", request_id="gone")
     assert not second.ask("step", seconds=20)["unfinished"]
     daemon.wait_for_accounting(tickets=0)
     second.ask("add", request_id="again", prompt=text, max_tokens=16)

@@ -20,7 +20,6 @@ from test_vllm_outputs import same, zero_l1
 
 Start = Callable[..., Daemon]
 Make = Callable[..., Prompt]
-SLOW = {"copy_delay_us": 50_000, "copy_threads": 1}  # per block, so a load takes at least 0.2 s
 
 
 @dataclass(frozen=True)
@@ -236,13 +235,14 @@ def test_preempted_requests_resume_from_the_daemon(
 def test_a_load_that_ends_with_its_daemon_costs_only_the_hit(
     first: Engine, second: Engine, start_daemon: Start, prompt: Make
 ) -> None:
-    daemon = start_daemon(**SLOW)
+    daemon = start_daemon(pauses=True)
     text = prompt(670, 1290)
     cold = first.generate([text])[0]
     first.wait_for_stores()
-    second.send("generate", prompts=[text], max_tokens=16)
-    wait_until(lambda: daemon.accounting()["tickets"] > 0, 20, "the load to run")
-    daemon.kill()
+    with daemon.paused_copies():
+        second.send("generate", prompts=[text], max_tokens=16)
+        daemon.wait_for_a_copy()
+        daemon.kill()
     assert second.receive()["outputs"][0]["tokens"] == cold["tokens"]
     assert second.counters()["worker"]["load_failures"] > 0
 
@@ -252,12 +252,13 @@ def test_a_load_of_a_stopped_daemon_keeps_its_blocks_from_others(
 ) -> None:
     text, others = prompt(680, 800), [prompt(681 + n, 500) for n in range(2)]
     alone = [first.generate([other])[0]["tokens"] for other in others]
-    daemon = start_daemon(**SLOW)
+    daemon = start_daemon(pauses=True)
     cold = first.generate([text])[0]
     first.wait_for_stores()
-    second.send("generate", prompts=[text], max_tokens=16)
-    wait_until(lambda: daemon.accounting()["tickets"] > 0, 20, "the load to run")
-    daemon.freeze()
+    with daemon.paused_copies():
+        second.send("generate", prompts=[text], max_tokens=16)
+        daemon.wait_for_a_copy()
+        daemon.freeze()
     assert second.receive()["outputs"][0]["tokens"] == cold["tokens"]
     assert second.counters()["blocks_in_use"] > 0, "the server may still write these"
     assert [second.generate([other])[0]["tokens"] for other in others] == alone

@@ -133,14 +133,15 @@ def test_zeroed_bytes_within_the_window_give_other_tokens(engine: Engine, start_
 
 def test_a_load_that_ends_with_its_daemon_costs_only_the_hit(engine: Engine, start_daemon: Start, prompt: Make) -> None:
     """With several groups vLLM takes no single blocks as failed, only the whole request."""
-    daemon = start_daemon(copy_delay_us=50_000, copy_threads=1)
+    daemon = start_daemon(pauses=True)
     text = prompt(340, 600)
     cold = engine.generate([text])[0]
     engine.wait_for_stores()
     engine.forget()
-    engine.send("generate", prompts=[text], max_tokens=16)
-    wait_until(lambda: daemon.accounting()["tickets"] > 0, 20, "the load to run")
-    daemon.kill()
+    with daemon.paused_copies():
+        engine.send("generate", prompts=[text], max_tokens=16)
+        daemon.wait_for_a_copy()
+        daemon.kill()
     assert engine.receive()["outputs"][0]["tokens"] == cold["tokens"]
     engine.wait_for_stores()
     counters = engine.counters()
@@ -155,13 +156,14 @@ def test_a_load_of_a_stopped_daemon_keeps_its_blocks_from_others(
     text, others = prompt(350, 600), [prompt(351 + n, 500) for n in range(4)]
     alone = [engine.generate([other])[0]["tokens"] for other in others]
     engine.forget()
-    daemon = start_daemon(copy_delay_us=50_000, copy_threads=1)
+    daemon = start_daemon(pauses=True)
     cold = engine.generate([text])[0]
     engine.wait_for_stores()
     engine.forget()
-    engine.send("generate", prompts=[text], max_tokens=16)
-    wait_until(lambda: daemon.accounting()["tickets"] > 0, 20, "the load to run")
-    daemon.freeze()
+    with daemon.paused_copies():
+        engine.send("generate", prompts=[text], max_tokens=16)
+        daemon.wait_for_a_copy()
+        daemon.freeze()
     assert engine.receive()["outputs"][0]["tokens"] == cold["tokens"]
     assert engine.counters()["blocks_in_use"] > 0, "the server may still write these"
     assert [engine.generate([other])[0]["tokens"] for other in others] == alone

@@ -31,19 +31,21 @@ def faulty(*args, **kwargs):
 
 
 def test_a_fault_in_one_cancel_does_not_skip_the_others(make_daemon, make_engine, monkeypatch):
-    daemon = make_daemon(copy_delay_us=SLOW)
+    daemon = make_daemon(pauses=True)
     # Half of the blocks stay free: a store that began alone would be cancelled for want of blocks before the other had begun.
     engine = make_engine(daemon, num_blocks=34, may_fail=True)
-    answers = [engine.add(f"r{i}", prompt(i, 2 * CHUNK), count=1) for i in range(2)]
-    engine.run(until=lambda: all(answer.finish_reason is not None for answer in answers))
     real, met = Copy.cancel, []
 
     def first_fails(self):
         met.append(self.spec.request_id)
         return faulty() if len(met) == 1 else real(self)
 
-    monkeypatch.setattr(Copy, "cancel", first_fails)
-    other = engine.add("other", OTHER, count=3)
+    with daemon.paused_copies():
+        answers = [engine.add(f"r{i}", prompt(i, 2 * CHUNK), count=1) for i in range(2)]
+        engine.run(until=lambda: all(answer.finish_reason is not None for answer in answers))
+        monkeypatch.setattr(Copy, "cancel", first_fails)
+        other = engine.add("other", OTHER, count=3)
+        engine.run(until=lambda: other.finish_reason is not None)
     engine.run()
     assert other.right
     assert len(met) >= 2, "both stores were to be cancelled"
@@ -146,13 +148,15 @@ def test_a_report_is_taken_entry_by_entry(make_daemon, make_engine, monkeypatch)
 
 
 def test_a_load_whose_request_ended_is_aborted_whatever_else_fails(make_daemon, make_engine, monkeypatch):
-    daemon = make_daemon(copy_delay_us=SLOW)
+    daemon = make_daemon(pauses=True)
     make_engine(daemon).generate("cold", FIRST, seconds=30)
     engine = make_engine(daemon, may_fail=True)
-    engine.add("warm", FIRST)
-    engine.run(until=lambda: bool(engine.loads))
-    monkeypatch.setattr(Lookups, "drop_question", faulty)
-    engine.abort("warm")
+    with daemon.paused_copies():
+        engine.add("warm", FIRST)
+        engine.run(until=lambda: bool(engine.loads))
+        monkeypatch.setattr(Lookups, "drop_question", faulty)
+        engine.abort("warm")
+        engine.step()
     engine.run()
     assert [plan.abort_loads for plan in engine.plans if plan.abort_loads] == [[engine.loads[0].copy_id]]
 

@@ -20,8 +20,9 @@ def begin_load(daemon: Daemon, make_engine, **options) -> Engine:
     """An engine with `warm` loading, in a daemon that hangs with some of its bytes copied. 60 blocks, 59 usable."""
     make_engine(daemon).generate("cold", TOKENS)
     engine = make_engine(daemon, num_blocks=60, extra=TIMEOUTS, **options)
-    engine.begin_load("warm", TOKENS)
-    daemon.freeze()
+    with daemon.paused_copies():
+        engine.begin_load("warm", TOKENS)
+        daemon.freeze()
     return engine
 
 
@@ -41,7 +42,7 @@ def pause(engine: Engine) -> bool:
 
 @pytest.mark.parametrize("ends_by", ["acknowledgement", "death"])
 def test_a_pause_that_clears_the_cache_succeeds_and_the_blocks_stay_out_of_use(make_daemon, make_engine, ends_by):
-    daemon = make_daemon(copy_delay_us=50_000)
+    daemon = make_daemon(pauses=True)
     engine = begin_load(daemon, make_engine)
     quarantined = set(ids_of(engine.loads[0]))
 
@@ -64,7 +65,7 @@ def test_a_pause_that_clears_the_cache_succeeds_and_the_blocks_stay_out_of_use(m
 
 
 def test_a_reset_forgets_what_was_cached_beside_quarantined_blocks(make_daemon, make_engine):
-    daemon = make_daemon(copy_delay_us=50_000)
+    daemon = make_daemon(pauses=True)
     engine = begin_load(daemon, make_engine)
     assert pause(engine)
     engine.scheduler.set_pause_state(PauseState.UNPAUSED)
@@ -84,7 +85,7 @@ def test_a_reset_forgets_what_was_cached_beside_quarantined_blocks(make_daemon, 
 
 def test_a_reset_still_fails_while_requests_use_blocks(make_daemon, make_engine):
     """What is beside the quarantined blocks keeps its KV: vLLM must receive that it does."""
-    daemon = make_daemon(copy_delay_us=50_000)
+    daemon = make_daemon(pauses=True)
     engine = begin_load(daemon, make_engine)
     quarantined = len(ids_of(engine.loads[0]))
     assert pause(engine)
