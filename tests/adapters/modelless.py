@@ -91,7 +91,9 @@ class Answer:
 
 
 PATIENT = {"kvserver.lookup_timeout_ms": 15_000}  # on a busy machine a lookup is no miss; less than run() waits
-IMPATIENT = {"kvserver.lookup_timeout_ms": 100}  # kvserver's default, for engines whose daemon hangs
+IMPATIENT = {
+    "kvserver.lookup_timeout_ms": 100
+}  # kvserver's default, for engines whose daemon hangs from the first lookup on
 
 Adjust: TypeAlias = Callable[[VllmConfig, KVCacheConfig], None]
 
@@ -300,6 +302,10 @@ class Engine:
         wait_until(lambda: kv[blocks].any(), what=f"the load of {name} has begun")
         assert self.status_of(name) == "WAITING_FOR_REMOTE_KVS"
         return answer
+
+    def lose_patience(self) -> None:
+        """From now on it waits for a lookup as kvserver does by default: the daemon hangs."""
+        self.connector.scheduler._lookups._timeout_seconds = IMPATIENT["kvserver.lookup_timeout_ms"] / 1000
 
     def use_free_blocks(self, prompts: int) -> set[int]:
         """Serve so many new prompts of 13 blocks at once; the blocks that requests had meanwhile."""

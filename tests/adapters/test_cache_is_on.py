@@ -21,7 +21,7 @@ from kvserver.adapters.common.specs import ids_of
 from kvserver.adapters.vllm.prom import PLACES
 from kvserver.adapters.vllm.scheduler import SchedulerHalf
 from made_up_model import prompt
-from modelless import IMPATIENT, Engine
+from modelless import Engine
 from support.daemon import wait_until
 from vllm.config import KVTransferConfig
 from vllm.v1.metrics.loggers import PrometheusStatLogger
@@ -304,13 +304,19 @@ def test_what_the_daemon_refused_is_counted_by_its_code(make_daemon, make_engine
     assert front.series("refused_total")["other",] == 1
 
 
-def test_what_could_not_be_sent_is_counted(make_daemon, make_engine, make_front_end):
+def test_what_could_not_be_sent_is_counted(make_daemon, make_engine, make_front_end, caplog):
+    """A store that was planned before the worker noticed that the daemon had died."""
     daemon = make_daemon()
     engine = make_engine(daemon)
     front = make_front_end(engine)
-    engine.before_step = lambda plan: daemon.kill() if plan.stores and daemon.running() else None
+
+    def kill(plan):
+        if plan.stores and daemon.running():
+            daemon.kill()
+            wait_until(lambda: "worker 0: running without cache" in caplog.text, what="the worker noticed")
+
+    engine.before_step = kill
     engine.generate("a", TOKENS)
-    wait_until(lambda: not engine.connector.scheduler.connected or engine.generate_free("tick") == 0, 10)
     front.record_steps()
     assert front.series("unsent_total")[()] > 0
 
@@ -318,11 +324,12 @@ def test_what_could_not_be_sent_is_counted(make_daemon, make_engine, make_front_
 def test_blocks_out_of_use_and_stores_cancelled_for_others(make_daemon, make_engine, make_front_end):
     daemon = make_daemon(pauses=True)
     make_engine(daemon).generate("cold", TOKENS)
-    engine = make_engine(daemon, num_blocks=40, extra={"kvserver.load_timeout_ms": 800, **IMPATIENT})
+    engine = make_engine(daemon, num_blocks=40, extra={"kvserver.load_timeout_ms": 800})
     front = make_front_end(engine)
     with daemon.paused_copies():
         answer = engine.begin_load("warm", TOKENS)
         daemon.freeze()
+    engine.lose_patience()
     engine.run(until=lambda: answer.finish_reason is not None)
     front.record_steps()
     assert front.series("quarantined_blocks")[()] == len(ids_of(engine.loads[0]))

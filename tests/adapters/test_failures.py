@@ -205,13 +205,12 @@ def test_a_process_with_thousands_of_descriptors_is_served(stored, make_engine):
 def test_stopped_during_a_load(stored, make_engine, asynchronous):
     """The blocks that the daemon may still write stay out of use until it runs again and reports that it has ended."""
     daemon = stored(pauses=True)
-    engine = make_engine(
-        daemon, asynchronous=asynchronous, num_blocks=60, extra={"kvserver.load_timeout_ms": 800, **IMPATIENT}
-    )
+    engine = make_engine(daemon, asynchronous=asynchronous, num_blocks=60, extra={"kvserver.load_timeout_ms": 800})
     with daemon.paused_copies():
         answer = engine.begin_load("warm", TOKENS)
         quarantined = set(ids_of(engine.loads[0]))
         daemon.freeze()
+    engine.lose_patience()
     engine.run(until=lambda: answer.finish_reason is not None)
     assert answer.right
     assert engine.received == ["warm"]
@@ -243,9 +242,14 @@ def test_aborted_while_the_daemon_is_stopped_in_its_load(stored, make_engine):
 def test_stopped_before_a_load_began_holds_nothing(stored, make_engine):
     """Cancelled while PENDING: the daemon will not touch a byte, so that the blocks are free at once."""
     daemon = stored()
-    timeouts = {"kvserver.load_timeout_ms": 100, "kvserver.store_timeout_ms": 300, **IMPATIENT}
-    engine = make_engine(daemon, extra=timeouts)
-    engine.before_step = lambda plan: daemon.freeze() if plan.loads else None
+    engine = make_engine(daemon, extra={"kvserver.load_timeout_ms": 100, "kvserver.store_timeout_ms": 300})
+
+    def freeze(plan):
+        if plan.loads:
+            daemon.freeze()
+            engine.lose_patience()
+
+    engine.before_step = freeze
     engine.generate("warm", TOKENS)
     assert engine.received == ["warm"]
     daemon.thaw()

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from kvserver.adapters.common.specs import ids_of
 from made_up_model import BLOCK, LAYERS, prompt
-from modelless import IMPATIENT
 from support.daemon import wait_until
 from vllm.config import ParallelConfig
 
@@ -15,7 +14,6 @@ from kvserver.protocol import Store
 
 CHUNK = 64
 TOKENS = prompt(1, 3 * CHUNK + 10)
-SLOW = 30_000  # microseconds a block
 
 
 @pytest.fixture
@@ -70,17 +68,29 @@ def test_when_one_rank_fails_to_load_the_request_is_computed(make_daemon, pair, 
 
 
 def test_blocks_that_one_rank_cannot_get_back_are_quarantined_until_it_can(make_daemon, pair):
-    daemon = make_daemon(copy_delay_us=2 * SLOW, copy_threads=1)
+    daemon = make_daemon(pauses=True)
     pair(daemon).generate("cold", TOKENS)
-    warm = pair(daemon, extra={"kvserver.load_timeout_ms": 2500, **IMPATIENT})
-    answer = warm.add("warm", TOKENS)
+    warm = pair(daemon, extra={"kvserver.load_timeout_ms": 800})
     counts = [runner.connector.worker.counters for runner in warm.runners]
-    warm.run(until=lambda: any(of_rank["loaded"] for of_rank in counts))  # the daemon copies for one after the other
-    daemon.freeze()
+    half = warm.runners[1].connector.worker
+    start = half.start_loads
+
+    def start_when_the_other_has_loaded(plan):
+        if not plan.loads:
+            return start(plan)
+        wait_until(lambda: daemon.status()["totals"]["loaded_bytes"], what="the first rank has loaded")
+        with daemon.paused_copies():
+            start(plan)
+            daemon.wait_for_a_copy()
+            daemon.freeze()
+        warm.lose_patience()
+
+    half.start_loads = start_when_the_other_has_loaded
+    answer = warm.add("warm", TOKENS)
     warm.run(until=lambda: answer.finish_reason is not None)
     assert answer.right
     assert warm.received == ["warm"]
-    assert sorted((of_rank["loaded"], of_rank["load_failures"]) for of_rank in counts) == [(0, 1), (1, 0)]
+    assert [(of_rank["loaded"], of_rank["load_failures"]) for of_rank in counts] == [(1, 0), (0, 1)]
     assert warm.free_blocks == warm.num_blocks - 1 - sum(len(ids_of(copy)) for copy in (*warm.loads, *warm.stores))
     daemon.thaw()
     wait_until(lambda: warm.generate_free("tick") == warm.num_blocks - 1, 10, "the blocks come back")
@@ -89,10 +99,11 @@ def test_blocks_that_one_rank_cannot_get_back_are_quarantined_until_it_can(make_
 def test_blocks_that_no_rank_can_get_back_are_quarantined_until_both_can(make_daemon, pair):
     daemon = make_daemon(pauses=True)
     pair(daemon).generate("cold", TOKENS)
-    warm = pair(daemon, extra={"kvserver.load_timeout_ms": 800, **IMPATIENT})
+    warm = pair(daemon, extra={"kvserver.load_timeout_ms": 800})
     with daemon.paused_copies():
         answer = warm.begin_load("warm", TOKENS)
         daemon.freeze()
+    warm.lose_patience()
     warm.run(until=lambda: answer.finish_reason is not None)
     assert answer.right
     assert warm.received == ["warm"]

@@ -8,7 +8,6 @@ import pytest
 from kvserver.adapters.vllm.connector import StillWritten
 from late_gpu import LateGpu
 from made_up_model import prompt
-from modelless import IMPATIENT
 from support.daemon import wait_until
 
 CHUNK = 64
@@ -101,11 +100,12 @@ def test_sleep_fails_while_a_hung_daemon_may_write(make_daemon, make_engine):
     daemon = make_daemon(pauses=True)
     make_engine(daemon).generate("cold", TOKENS)
     # Longer than the link waits for one answer.
-    extra = {"kvserver.unregister_timeout_ms": 1500, "kvserver.load_timeout_ms": 800, **IMPATIENT}
+    extra = {"kvserver.unregister_timeout_ms": 1500, "kvserver.load_timeout_ms": 800}
     engine = make_engine(daemon, extra=extra)
     with daemon.paused_copies():
         answer = engine.begin_load("warm", TOKENS)
         daemon.freeze()
+    engine.lose_patience()
     with pytest.raises(StillWritten, match="may still write"):
         sleep(engine)
     engine.run(until=lambda: answer.finish_reason is not None)

@@ -7,22 +7,22 @@ from __future__ import annotations
 import pytest
 from kvserver.adapters.common.specs import ids_of
 from made_up_model import BLOCK, prompt
-from modelless import IMPATIENT, Engine
+from modelless import Engine
 from support.daemon import Daemon, wait_until
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
 TOKENS = prompt(1, 266)
-TIMEOUTS = {"kvserver.load_timeout_ms": 800, **IMPATIENT}
 
 
 def begin_load(daemon: Daemon, make_engine, **options) -> Engine:
     """An engine with `warm` loading, in a daemon that hangs with some of its bytes copied. 60 blocks, 59 usable."""
     make_engine(daemon).generate("cold", TOKENS)
-    engine = make_engine(daemon, num_blocks=60, extra=TIMEOUTS, **options)
+    engine = make_engine(daemon, num_blocks=60, extra={"kvserver.load_timeout_ms": 800}, **options)
     with daemon.paused_copies():
         engine.begin_load("warm", TOKENS)
         daemon.freeze()
+    engine.lose_patience()
     return engine
 
 
