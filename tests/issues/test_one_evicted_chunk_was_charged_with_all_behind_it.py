@@ -3,6 +3,7 @@ were 40 chunks that a larger L1 would have had. And of a large L1 what was evict
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -85,6 +86,19 @@ def test_of_very_many_chunks_the_shares_are_right_and_none_is_lost(removed: int)
     assert abs(found.get(MissReason.EVICTED, 0) - removed) <= 128, (
         "more than the distance between two that are looked at"
     )
+
+
+def test_a_key_that_was_lost_counts_as_the_one_behind_it() -> None:
+    """Of a full memory up to one in a hundred is lost. The first one looked at once made all behind it chunks that were never stored."""
+    cache = Cache(PagePool(16384 * PAGE, PAGE), POLICIES["lru"]())
+    keys = make_keys(32_768)
+    for half in (keys[:16384], keys[16384:]):
+        evicted(cache, half)
+    remembered = [(NS, key) in cache._evicted_keys for key in keys]
+    lost = [at for at, (one, behind) in enumerate(itertools.pairwise(remembered)) if behind and not one]
+    assert len(lost) > 20
+    for at in lost:
+        assert reasons(cache, keys[at : at + 2]) == {MissReason.EVICTED: 2}
 
 
 @pytest.mark.parametrize("chunks", [1, 100_000, 300_000])

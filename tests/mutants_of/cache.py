@@ -65,6 +65,10 @@ MUTANTS = (
         "chunks behind one that was never stored count as evicted",
         CACHE, "Cache._why_missed", "if reason is MissReason.NEVER_STORED:", "if False:", MISSES_TESTS,
     ),
+    Mutant(
+        "an evicted key that was lost was never stored",
+        CACHE, "Cache._why_absent", "(namespace_id, behind) in self._evicted_keys", "False", MISSES_TESTS,
+    ),
     # ---- chunk.py -----------------------------------------------------------------------------------
     Mutant(
         "one rank's slot moves the bounds of the others wrongly",
