@@ -6,10 +6,11 @@
 
 namespace kvserver {
 
-// Called before each block of a copy, or each operation of a stream.
+// A copy calls it before each block, a stream before each operation. The call returns after the
+// delay, and not while the file exists: then only the first block of a copy is moved. A call that
+// waits for that makes FILE.reached.
 struct SlowCopies {
-    unsigned delay_micros = 0;  // that it takes
-    // And while this exists, no block is moved but a copy's first; who waits makes FILE.reached.
+    unsigned delay_micros = 0;
     std::string pause_file = {};
 
     void operator()(uint64_t position) const;

@@ -116,10 +116,10 @@ class Cache(StorePlans):
         found: Counter[MissReason] = Counter()
         reason = MissReason.NEVER_STORED
         for position in range(first, total, step):
-            key, behind = (keys[at * KEY_BYTES : (at + 1) * KEY_BYTES] for at in (position, position + 1))
+            key = keys[position * KEY_BYTES : (position + 1) * KEY_BYTES]
             chunk = namespace.chunks.get(key) if namespace is not None else None
             if chunk is None:
-                reason = self._why_absent(namespace_id, key, behind)
+                reason = self._why_absent(namespace_id, keys, position)
             elif chunk.ready & full != full:
                 reason = MissReason.FILLING
             if reason is MissReason.NEVER_STORED:
@@ -128,12 +128,14 @@ class Cache(StorePlans):
             found[reason] += min(step, total - position)
         return found
 
-    def _why_absent(self, namespace_id: bytes, key: bytes, behind: bytes) -> MissReason:
-        """`behind`: the next chunk's key. If that was evicted, so was this one: EvictedKeys loses some."""
+    def _why_absent(self, namespace_id: bytes, keys: bytes, position: int) -> MissReason:
+        """EvictedKeys loses some keys. One of which nothing else is known counts as the evicted chunk behind it."""
+        key = keys[position * KEY_BYTES : (position + 1) * KEY_BYTES]
         if (namespace_id, key) in self._evicted_keys:
             return MissReason.EVICTED
         if self._namespace_with(key):
             return MissReason.OTHER_NAMESPACE
+        behind = keys[(position + 1) * KEY_BYTES : (position + 2) * KEY_BYTES]
         return MissReason.EVICTED if (namespace_id, behind) in self._evicted_keys else MissReason.NEVER_STORED
 
     def _namespace_with(self, key: bytes) -> bytes:

@@ -16,7 +16,7 @@ _BUCKET = 8  # places that one digest may use
 class MissReason(str, Enum):
     """The reason of one missed chunk; Cache.lookup() determines it."""
 
-    EVICTED = "evicted"  # it was evicted, and EvictedKeys still remembers it
+    EVICTED = "evicted"  # it was evicted, and EvictedKeys still remembers it, or the chunk behind it
     NO_BOUNDARY = (
         "no_boundary"  # full attention's KV is resident, but a window's or a state's at no boundary behind the chunk
     )
@@ -82,8 +82,8 @@ def filled_to(outcome: LookupOutcome, boundary: int) -> LookupOutcome:
 class EvictedKeys:
     """The last evicted (namespace, key) pairs: between one and two times as many as L1 has chunks.
 
-    Keeps two generations of digests, which use 16 bytes for each chunk of L1. A few percent of the pairs are lost when
-    buckets overflow. About one of a hundred million other pairs is mistaken for an evicted one.
+    Keeps two generations of digests, which use 16 bytes for each chunk of L1. About one in a hundred of the pairs is lost,
+    when buckets overflow. About one of a hundred million other pairs is mistaken for an evicted one.
     """
 
     def __init__(self) -> None:

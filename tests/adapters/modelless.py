@@ -91,9 +91,8 @@ class Answer:
 
 
 PATIENT = {"kvserver.lookup_timeout_ms": 15_000}  # on a busy machine a lookup is no miss; less than run() waits
-IMPATIENT = {
-    "kvserver.lookup_timeout_ms": 100
-}  # kvserver's default, for engines whose daemon hangs from the first lookup on
+# kvserver's default, for engines whose daemon hangs from the first lookup on. If it hangs later: Engine.lose_patience().
+IMPATIENT = {"kvserver.lookup_timeout_ms": 100}
 
 Adjust: TypeAlias = Callable[[VllmConfig, KVCacheConfig], None]
 

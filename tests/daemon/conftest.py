@@ -13,8 +13,9 @@ from support.slow_copies import AT_ONCE, COPY_DELAY_US
 @pytest.fixture(scope="module")
 def slow_module_daemon(device: str, gpu: str, gpu_flags: dict[str, Any]) -> Iterator[Daemon]:
     gpu_flags = {**gpu_flags, "gpus": gpu} if gpu else {}
-    gpu_flags |= {"copy_delay_us": COPY_DELAY_US[device], "copy_threads": AT_ONCE}
-    daemon = Daemon(l1_size="16MiB", pauses=True, **gpu_flags).start()
+    daemon = Daemon(
+        l1_size="16MiB", pauses=True, copy_delay_us=COPY_DELAY_US[device], copy_threads=AT_ONCE, **gpu_flags
+    ).start()
     if gpu:
         pin_l1(daemon)  # until then one copy at a time
     yield daemon

@@ -7,10 +7,8 @@ from kvserver.protocol import Error
 from support.daemon import wait_until
 from support.worker import Operation
 
-COPY_DELAY_US = {
-    "cpu": 3000,
-    "gpu": 15_000,
-}  # per block, or per operation of a GPU's stream: three chunks take 36 or 75 ms
+# Per block, or per operation of a GPU's stream: three chunks take 36 or 75 ms.
+COPY_DELAY_US = {"cpu": 3000, "gpu": 15_000}
 AT_ONCE = 4  # copies of one direction: copying threads, or batches that a lane has in flight
 
 
