@@ -92,13 +92,13 @@ test-core: $(VENV)/.installed build/wheel/.built $(BROWSER)
 
 # Engines there need torch. Without a GPU all is skipped.
 test-gpu:
-	PYTHON=$(PYTHON) bash bench/gpu_all.sh tests $(ARGS)
+	PYTHON=$(PYTHON) bash bench/gpu_all.sh tests -- $(ARGS)
 
 test-gpu-simulated: $(VENV)/.installed
 	KVSERVER_SIMULATED_GPU=1 $(VENV)/bin/$(PYTEST) -n 2 --dist worksteal tests/gpu $(ARGS)
 
 bench-gpu:
-	PYTHON=$(PYTHON) bash bench/gpu_all.sh all $(ARGS)
+	PYTHON=$(PYTHON) bash bench/gpu_all.sh all -- $(ARGS)
 
 # The engine tests run in vLLM's own environment and start the daemon of $(VENV).
 test-vllm: $(VENV)/.installed $(VENV_VLLM)/.installed

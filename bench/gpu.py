@@ -2,7 +2,7 @@
 
     python bench/gpu.py [--out FILE.json] [--only SECTION,...] [--rounds 5] [--sizes full] [--seconds 300] [--simulated]
 
-Sections: transfers, runs, ways, chunks, daemon, pinning, neighbours, busy. A section that begins after --seconds is left out, and
+Sections: transfers, runs, ways, chunks, daemon, pinning, neighbours, goal, busy. A section that begins after --seconds is left out, and
 the report names it. Bytes are compared after what is timed: a wrong one ends the run. --simulated runs the same code over the simulated GPU
 with tiny sizes: its measurements mean nothing.
 """
@@ -23,7 +23,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from gpu_busy import Neighbour, busy, neighbours
+from gpu_busy import Neighbour, busy, goal, neighbours
 from gpu_bytes import WrongBytes
 from gpu_daemon import Served
 from gpu_peers import Peers
@@ -148,9 +148,9 @@ def pinning(run: Run, neighbour: Neighbour) -> None:
 
 SECTIONS: dict[str, Callable[..., None]] = {
     "transfers": transfers, "runs": runs, "ways": ways, "chunks": chunks, "daemon": daemon, "pinning": pinning,
-    "neighbours": neighbours, "busy": busy,
+    "neighbours": neighbours, "goal": goal, "busy": busy,
 }  # fmt: skip
-NEEDS_NEIGHBOUR, NEEDS_LIBRARY = {"neighbours", "busy", "pinning"}, {"neighbours", "ways"}
+NEEDS_NEIGHBOUR, NEEDS_LIBRARY = {"neighbours", "goal", "busy", "pinning"}, {"neighbours", "ways"}
 
 
 class Needs:

@@ -1,31 +1,48 @@
 #!/usr/bin/env bash
-# On a machine with a GPU: the tests that need one, then the benchmark. Each call fits into 10 minutes.
+# On a machine with a GPU, in one call: build, tests and benchmarks, in order of worth. Every part has a limit of its own.
 #
-#   bench/gpu_all.sh tests|bench|all [arguments for pytest or bench/gpu.py]
+#   bench/gpu_all.sh [all|tests|bench|PART ...] [-- arguments for pytest or bench/gpu.py]
 #
-# PYTHON (python3)        has torch; nothing is installed into its environment. `bench` needs torch: the ceiling is CUDA's.
+# Parts: kernels memcheck racecheck engines (tests), and sections of bench/gpu.py, joined by commas (bench). Without any: all.
+#
+# PYTHON (python3)        has torch; nothing is installed into its environment. The benchmark needs torch: the ceiling is CUDA's.
 # KVSERVER_WHEELS         a folder of wheels for what PYTHON lacks; else the package index is asked
 # KVSERVER_BUILD=0        PYTHON has kvserver already
-# KVSERVER_GPU_SIZES      full (default) or small
-# KVSERVER_GPU_SECONDS    of one call, 540; every part has a limit of its own besides, and what is over is ended
+# KVSERVER_GPU_SIZES      small (default) or full
+# KVSERVER_GPU_SECONDS    of one call, 360; a part that runs when they are over is ended, later ones are left out
 # KVSERVER_COMMIT         where there is no repository to ask
-# KVSERVER_REQUIRE_GPU=1  `tests` fail where there is no GPU instead of being skipped; `bench` always fails
+# KVSERVER_REQUIRE_GPU=1  `tests` fail where there is no GPU instead of being skipped; a benchmark always fails
 # OUT                     where <date>-<device>-{tests,bench}.{json,md} and the logs go: bench/results
 # KVSERVER_SIMULATED_GPU=1 tries all this out without a GPU, writes to build/gpu-simulated, and marks the results as simulated.
 #
-# Tests that fail do not keep the benchmark from running, nor one part of it the others.
+# A part that fails does not keep the others from running.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-what=${1:?tests, bench or all}
-shift
-case $what in tests | bench | all) ;; *) echo "gpu_all.sh: tests, bench or all, not $what" >&2; exit 2 ;; esac
+tests=(kernels memcheck racecheck engines)
+bench=(runs,transfers goal,pinning chunks,daemon ways busy neighbours)
+chosen=()
+while [ $# -gt 0 ] && [ "$1" != -- ]; do
+    case $1 in
+    all) chosen+=("${tests[@]}" "${bench[@]}") ;;
+    tests) chosen+=("${tests[@]}") ;;
+    bench) chosen+=("${bench[@]}") ;;
+    -*) echo "gpu_all.sh: arguments for pytest or bench/gpu.py come after --, not $1" >&2; exit 2 ;;
+    *) chosen+=("$1") ;;
+    esac
+    shift
+done
+[ $# = 0 ] || shift
+[ ${#chosen[@]} -gt 0 ] || chosen=("${tests[@]}" "${bench[@]}")
+is_test() { case " ${tests[*]} " in *" $1 "*) ;; *) return 1 ;; esac }
+only_tests=1
+for name in "${chosen[@]}"; do is_test "$name" || only_tests=0; done
 simulated=${KVSERVER_SIMULATED_GPU:-0}
 PYTHON=$(command -v "${PYTHON:-python3}") || { echo "gpu_all.sh: there is no ${PYTHON:-python3}" >&2; exit 2; }
 if [ "$simulated" = 1 ]; then
     OUT=${OUT:-$PWD/build/gpu-simulated}
     case $(realpath -m "$OUT") in "$PWD"/bench/results*) echo "gpu_all.sh: a simulation's measurements do not belong into $OUT" >&2; exit 2 ;; esac
     echo "SIMULATED: no GPU is used; what follows shows that the scripts run, and nothing about speed"
-elif [ "$what" != tests ]; then
+elif [ $only_tests = 0 ]; then
     export KVSERVER_REQUIRE_GPU=1
 fi
 export OUT=${OUT:-$PWD/bench/results} PYTHONUNBUFFERED=1
@@ -34,23 +51,35 @@ rm -rf $parts
 mkdir -p "$OUT" $parts
 : >$parts/left_out.txt
 status=0
+seconds=${KVSERVER_GPU_SECONDS:-360}
 left() { # seconds: the part's own limit, or what is left of the call; at least 1
-    local rest=$((${KVSERVER_GPU_SECONDS:-540} - SECONDS))
+    local rest=$((seconds - SECONDS))
     [ $rest -lt "$1" ] || rest=$1
     [ $rest -gt 1 ] && echo $rest || echo 1
+}
+limited() { # seconds, command: first asked to end, so that it writes what it has
+    timeout -s INT -k 8 "$(left "$1")" "${@:2}"
 }
 fail() { # what ended, status
     echo "$1: ended with $2$([ "$2" != 124 ] || echo ', its time was over')" | tee -a $parts/left_out.txt >&2
     status=1
 }
+mark() { # what has been done
+    printf '== %3d s  %s\n' $SECONDS "$1" | tee -a $parts/times.txt
+}
 
 # ---- what it runs on: first, so that it is known of a run that dies -----------------------------
 export KVSERVER_COMMIT=${KVSERVER_COMMIT:-$(git describe --always --dirty 2>/dev/null || echo unknown)}
 date=$(date -u +%Y-%m-%dT%H:%MZ)
+device=simulated arch=
+if [ "$simulated" != 1 ]; then
+    IFS=, read -r device arch < <(timeout 30 nvidia-smi --query-gpu=name,compute_cap --format=csv,noheader 2>/dev/null)
+    arch=$(echo "$arch" | tr -d '. ')
+fi
 {
     echo "date $date, commit $KVSERVER_COMMIT"
     uname -a
-    nproc
+    lscpu | grep -E '^(CPU\(s\)|Model name|NUMA node)'
     free -g
     df -h /dev/shm . | sed 's/^/  /'
     ulimit -l
@@ -58,35 +87,35 @@ date=$(date -u +%Y-%m-%dT%H:%MZ)
         { timeout 30 nvidia-smi --query-gpu=name,driver_version,memory.total,memory.free,pcie.link.gen.max,pcie.link.width.max,compute_mode,mig.mode.current --format=csv
           timeout 30 nvidia-smi || echo "nvidia-smi does not work"; }
 } 2>&1 | tee $parts/machine.txt
-device=simulated
-[ "$simulated" = 1 ] || device=$(timeout 30 nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -1)
 head=$("$PYTHON" -c 'import json, sys; print(json.dumps({"device": sys.argv[1], "date": sys.argv[2], "commit": sys.argv[3], "simulated": sys.argv[4] == "1"}))' \
     "${device:-unknown}" "$date" "$KVSERVER_COMMIT" "$simulated")
 stem=$OUT/${date%T*}-$(echo "${device:-unknown}" | tr -cs 'A-Za-z0-9\n' -)
+mark "what it runs on"
 
 # ---- an environment that sees PYTHON's packages, which may itself be a venv -------------------
 python=$PYTHON
 build() {
-    local env=build/gpu-env site from=() need=("scikit-build-core>=0.10" "nanobind>=2.4" pytest "pyzmq>=25" "msgspec>=0.18" "prometheus-client>=0.17")
+    local env=build/gpu-env site from=() need=("scikit-build-core>=0.10" "nanobind>=2.4" pytest pytest-xdist "pyzmq>=25" "msgspec>=0.18" "cbor2>=5.6" "rich>=13" "prometheus-client>=0.17")
     [ -x $env/bin/python ] || "$PYTHON" -m venv --without-pip $env || return
     site=$($env/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     "$PYTHON" -c 'import sys; print("\n".join(p for p in sys.path if p.endswith("-packages")))' >"$site/parent.pth"
     for tool in cmake ninja; do command -v $tool >/dev/null || need+=($tool); done
     [ -z "${KVSERVER_WHEELS:-}" ] || from=(--no-index --find-links "$KVSERVER_WHEELS")
-    local pip=($env/bin/python -m pip --disable-pip-version-check -q install)
-    timeout -k 10 "$(left 120)" "${pip[@]}" "${from[@]}" "${need[@]}" || return
-    timeout -k 10 "$(left 240)" "${pip[@]}" --no-deps --no-index --no-build-isolation --force-reinstall -C build-dir=build/gpu-build -C cmake.define.KVSERVER_TESTING=ON . || return
+    local pip=($env/bin/python -m pip --disable-pip-version-check -q install --no-compile)
+    limited 60 "${pip[@]}" "${from[@]}" "${need[@]}" || return
+    limited 120 "${pip[@]}" --no-deps --no-index --no-build-isolation --force-reinstall -C build-dir=build/gpu-build \
+        -C cmake.define.KVSERVER_TESTING=ON ${arch:+-C "cmake.define.KVSERVER_CUDA_ARCHITECTURES=$arch-real"} . || return
     python=$PWD/$env/bin/python
 }
 PATH=$PWD/build/gpu-env/bin:$(dirname "$PYTHON"):$PATH
 [ ! -d /usr/local/cuda/bin ] || PATH=$PATH:/usr/local/cuda/bin
 if [ "${KVSERVER_BUILD:-1}" = 1 ]; then
     build || { fail "the build" $?; exit 1; }
-    echo "== built after $SECONDS s"
+    mark "built${arch:+ for sm_$arch}"
 fi
 
 # ---- smoke: copies within this process; if that cannot be, to memory that another one made ------
-smoke() { timeout -k 10 "$(left 60)" "$python" bench/gpu_smoke.py; }
+smoke() { limited 60 "$python" bench/gpu_smoke.py; }
 smoke
 result=$?
 if [ $result = 3 ] && [ "${KVSERVER_REQUIRE_GPU:-}" != 1 ]; then
@@ -98,43 +127,65 @@ elif [ $result != 0 ]; then
     export KVSERVER_VMM=child
     smoke || { fail smoke $?; exit 1; }
 fi
+mark smoke
 
+# ---- the parts ----------------------------------------------------------------------------------
+log() { tee -a "$stem-$1.log"; }
+pytest=(-c 'import sys, pytest; sys.path.pop(0); sys.exit(pytest.main(sys.argv[1:]))' -v -p no:cacheprovider)
+lanes=$(($(nproc) / 2))
+[ $lanes -le 6 ] || lanes=6
+run_tests() { # its name, its limit, arguments
+    limited "$2" "$python" "${pytest[@]}" --durations=10 --junitxml="$parts/$1.xml" "${@:3}" 2>&1 | log tests
+    local result=${PIPESTATUS[0]}
+    [ "$result" = 0 ] || [ "$result" = 5 ] || fail "$1" "$result" # 5: `-k` chose none of this part
+}
+sanitize() { # a tool of compute-sanitizer: the smallest copies by each kernel, with each width of its accesses
+    local tool=(compute-sanitizer --tool "$1" --error-exitcode 7)
+    if [ "$simulated" = 1 ]; then
+        tool=()
+        echo "SIMULATED: without compute-sanitizer"
+    fi
+    limited 45 "${tool[@]}" "$python" "${pytest[@]}" tests/gpu/test_gpu_kernels.py \
+        -k "staged and MLA and SGLang and a_layout or staged and MLA and not_aligned" 2>&1 | log sanitizer
+    local result=${PIPESTATUS[0]}
+    [ "$result" = 0 ] || fail "$1" "$result"
+}
+benchmark() { # its sections, its limit, arguments
+    local limit=$(left "$2") extra=()
+    [ "$simulated" != 1 ] || extra=(--simulated)
+    limited "$limit" "$python" bench/gpu.py --only "$1" --seconds "$limit" --out "$parts/${1%%,*}.json" \
+        --sizes "${KVSERVER_GPU_SIZES:-small}" "${extra[@]}" "${@:3}" 2>&1 | log bench
+    local result=${PIPESTATUS[0]}
+    [ "$result" = 0 ] || fail "$1" "$result"
+    [ "$result" != 9 ] || { echo "== a copy moved wrong bytes: nothing more is measured, nor written" >&2; exit 1; }
+}
 report() { # name, parts, options
-    "$python" bench/gpu_report.py "$stem-$1" --head "$head" --machine $parts/machine.txt --left-out $parts/left_out.txt "${@:2}" && echo "== $stem-$1.json and .md"
+    "$python" bench/gpu_report.py "$stem-$1" --head "$head" --machine $parts/machine.txt --left-out $parts/left_out.txt "${@:2}" &&
+        echo "== $stem-$1.json and .md"
 }
 
-if [ "$what" != bench ]; then
-    extra=()
-    [ "$what" = tests ] && extra=("$@")
-    timeout -k 10 "$(left 420)" "$python" -c 'import sys, pytest; sys.path.pop(0); sys.exit(pytest.main(sys.argv[1:]))' \
-        -q -p no:cacheprovider --junitxml=$parts/tests.xml tests/gpu tests/native/test_device_contract.py "${extra[@]}" 2>&1 |
-        tee "$stem-tests.log"
-    [ "${PIPESTATUS[0]}" = 0 ] || fail tests "${PIPESTATUS[0]}"
-    [ ! -f $parts/tests.xml ] || report tests --tests $parts/tests.xml || fail "the tests' report" $?
-    echo "== tests ended after $SECONDS s"
-fi
+rm -f "$stem"-{tests,sanitizer,bench}.log
+for name in "${chosen[@]}"; do
+    if [ $((SECONDS + 5)) -ge "$seconds" ]; then
+        echo "$name: not begun, the time was over" | tee -a $parts/left_out.txt >&2
+        status=1
+        continue
+    fi
+    case $name in
+    kernels) run_tests kernels 90 -n $lanes tests/gpu/test_gpu_kernels.py tests/native/test_device_contract.py -k "test_gpu_kernels or cuda" "$@" ;;
+    engines) run_tests engines 120 tests/gpu/test_gpu_engines.py "$@" ;;
+    memcheck | racecheck) sanitize "$name" ;;
+    busy) benchmark busy 180 "$@" ;;
+    *) benchmark "$name" 90 "$@" ;;
+    esac
+    mark "$name"
+done
 
-if [ "$what" != tests ]; then
-    extra=(--sizes "${KVSERVER_GPU_SIZES:-full}")
-    [ "$simulated" = 1 ] && extra=(--simulated)
-    [ "$what" = bench ] && extra+=("$@")
-    : >"$stem-bench.log"
-    part() { # its limit, its sections: in a process of its own, so that one that hangs costs no other
-        local limit result
-        limit=$(left "$1")
-        timeout -k 10 "$limit" "$python" bench/gpu.py --only "$2" --seconds "$limit" --out "$parts/${2%%,*}.json" "${extra[@]}" 2>&1 |
-            tee -a "$stem-bench.log"
-        result=${PIPESTATUS[0]}
-        [ "$result" = 0 ] || fail "$2" "$result"
-        [ "$result" != 9 ] || { echo "== a copy moved wrong bytes: nothing more is measured, nor written" >&2; exit 1; }
-    }
-    part 90 ways,runs
-    part 180 busy
-    part 120 transfers
-    part 90 chunks,daemon
-    part 90 neighbours,pinning
-    shopt -s nullglob
-    report bench $parts/*.json || fail "the benchmark's report" $?
-    echo "== benchmark ended after $SECONDS s"
-fi
+cat $parts/times.txt >>$parts/machine.txt
+shopt -s nullglob
+found=($parts/*.xml)
+[ ${#found[@]} = 0 ] || report tests --tests "${found[@]}" || fail "the tests' report" $?
+found=($parts/*.json)
+[ ${#found[@]} = 0 ] || report bench "${found[@]}" || fail "the benchmark's report" $?
+cat $parts/times.txt
 exit $status

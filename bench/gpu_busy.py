@@ -163,8 +163,7 @@ def slowdowns(
 
 
 def busy(run: Run, neighbour: Neighbour) -> None:
-    """Unpaced copies and single chunks beside decode and prefill, by more and larger batches; the goal first."""
-    goal(run, neighbour)
+    """Unpaced copies and single chunks beside decode and prefill, by more and larger batches."""
     for batching in run.sizes.batches:
         for geometry in run.per_layer:
             if run.is_over(f"busy, {geometry.name}, batches of {batching} MiB"):

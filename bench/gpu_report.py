@@ -1,6 +1,6 @@
 """The measurements of the GPU benchmark as short tables: ratios to the ceiling, and half their spread.
 
-    python bench/gpu_report.py OUT_STEM PART.json ... [--machine FILE] [--tests JUNIT.xml]
+    python bench/gpu_report.py OUT_STEM PART.json ... [--machine FILE] [--tests JUNIT.xml ...]
 
 joins what the parts of a run have written into OUT_STEM.json and, as Markdown, OUT_STEM.md.
 """
@@ -155,9 +155,11 @@ def join(parts: list[Row]) -> Row:
     return joined
 
 
-def counts(junit: Path) -> Row:
-    suite = next(ElementTree.parse(junit).getroot().iter("testsuite"))
-    return {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
+def counts(junits: list[Path]) -> Row:
+    suites = [next(ElementTree.parse(junit).getroot().iter("testsuite")) for junit in junits]
+    return {
+        name: sum(int(suite.attrib[name]) for suite in suites) for name in ("tests", "failures", "errors", "skipped")
+    }
 
 
 def main() -> None:
@@ -166,7 +168,7 @@ def main() -> None:
     parser.add_argument("parts", type=Path, nargs="*")
     parser.add_argument("--machine", type=Path)
     parser.add_argument("--left-out", type=Path, help="a line for each part that ended before its end")
-    parser.add_argument("--tests", type=Path)
+    parser.add_argument("--tests", type=Path, nargs="+")
     parser.add_argument("--head", type=json.loads, default={}, help="device, date, commit, simulated, in JSON")
     options = parser.parse_intermixed_args()
     joined = join([{**options.head, "left_out": []}, *(json.loads(part.read_text()) for part in options.parts)])

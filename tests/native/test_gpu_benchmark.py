@@ -42,7 +42,7 @@ def gpu_all(out: Path, *arguments: str, **environment: str) -> subprocess.Comple
 def test_the_benchmark_writes_every_section_as_json_and_as_a_table_and_states_that_it_was_simulated(
     tmp_path: Path,
 ) -> None:
-    done = gpu_all(tmp_path, "bench", "--rounds", "1")
+    done = gpu_all(tmp_path, "bench", "--", "--rounds", "1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[0].startswith("SIMULATED: no GPU is used")
     (found,) = tmp_path.glob("*-simulated-bench.json")
@@ -69,12 +69,12 @@ def test_the_benchmark_writes_every_section_as_json_and_as_a_table_and_states_th
 
 @pytest.mark.long
 def test_parts_whose_time_is_over_are_ended_and_named_and_what_they_measured_stays(tmp_path: Path) -> None:
-    done = gpu_all(tmp_path, "bench", "--only", "runs,transfers", "--rounds", "100", KVSERVER_GPU_SECONDS="12")
+    done = gpu_all(tmp_path, "runs,transfers", "busy", "--", "--rounds", "100", KVSERVER_GPU_SECONDS="12")
     assert done.returncode == 1
     (found,) = tmp_path.glob("*-simulated-bench.json")
     joined = json.loads(found.read_text())
     assert joined["runs"]
-    assert any(line.endswith("ended with 124, its time was over") for line in joined["left_out"])
+    assert joined["left_out"] == ["runs,transfers: ended with 124, its time was over", "busy: not begun, the time was over"]
     assert "its time was over" in found.with_suffix(".md").read_text()
 
 
@@ -98,7 +98,7 @@ def test_a_way_that_moves_nothing_ends_the_benchmark_with_an_error_of_its_own() 
 
 
 def test_the_tests_run_after_the_smoke_and_their_counts_are_written(tmp_path: Path) -> None:
-    done = gpu_all(tmp_path, "tests", "-k", "cross-layer and pinned")
+    done = gpu_all(tmp_path, "kernels", "--", "-k", "cross-layer and pinned")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all bytes arrived" in done.stdout
     (found,) = tmp_path.glob("*-simulated-tests.json")
@@ -134,7 +134,7 @@ def test_a_machine_without_a_gpu_ends_the_benchmark_before_it_begins(tmp_path: P
 
 @pytest.mark.skipif(real_gpu() != "", reason="there is a GPU")
 def test_a_machine_without_a_gpu_skips_the_tests_and_writes_no_results(tmp_path: Path) -> None:
-    done = gpu_all(tmp_path, "tests", "-k", "cross-layer and queued", KVSERVER_SIMULATED_GPU="0")
+    done = gpu_all(tmp_path, "kernels", "--", "-k", "cross-layer and queued", KVSERVER_SIMULATED_GPU="0")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "4 skipped" in done.stdout
     assert list(tmp_path.iterdir()) == []
