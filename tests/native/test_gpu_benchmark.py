@@ -74,7 +74,10 @@ def test_parts_whose_time_is_over_are_ended_and_named_and_what_they_measured_sta
     (found,) = tmp_path.glob("*-simulated-bench.json")
     joined = json.loads(found.read_text())
     assert joined["runs"]
-    assert joined["left_out"] == ["runs,transfers: ended with 124, its time was over", "busy: not begun, the time was over"]
+    assert joined["left_out"] == [
+        "runs,transfers: ended with 124, its time was over",
+        "busy: not begun, the time was over",
+    ]
     assert "its time was over" in found.with_suffix(".md").read_text()
 
 
