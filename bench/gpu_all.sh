@@ -3,7 +3,7 @@
 #
 #   bench/gpu_all.sh [all|tests|bench|PART ...] [-- arguments for pytest or bench/gpu.py]
 #
-# Parts: kernels memcheck racecheck engines (tests), and sections of bench/gpu.py, joined by commas (bench). Without any: all.
+# Parts: bytes alone memcheck racecheck (tests), and sections of bench/gpu.py, joined by commas (bench). Without any: all.
 #
 # PYTHON (python3)        has torch; nothing is installed into its environment. The benchmark needs torch: the ceiling is CUDA's.
 # KVSERVER_WHEELS         a folder of wheels for what PYTHON lacks; else the package index is asked
@@ -18,12 +18,13 @@
 # A part that fails does not keep the others from running.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-tests=(kernels memcheck racecheck engines)
+tests=(bytes alone memcheck racecheck)
 bench=(runs,transfers goal,pinning chunks,daemon ways busy neighbours)
+all=(bytes alone memcheck runs,transfers goal,pinning racecheck chunks,daemon ways busy neighbours)
 chosen=()
 while [ $# -gt 0 ] && [ "$1" != -- ]; do
     case $1 in
-    all) chosen+=("${tests[@]}" "${bench[@]}") ;;
+    all) chosen+=("${all[@]}") ;;
     tests) chosen+=("${tests[@]}") ;;
     bench) chosen+=("${bench[@]}") ;;
     -*) echo "gpu_all.sh: arguments for pytest or bench/gpu.py come after --, not $1" >&2; exit 2 ;;
@@ -32,7 +33,7 @@ while [ $# -gt 0 ] && [ "$1" != -- ]; do
     shift
 done
 [ $# = 0 ] || shift
-[ ${#chosen[@]} -gt 0 ] || chosen=("${tests[@]}" "${bench[@]}")
+[ ${#chosen[@]} -gt 0 ] || chosen=("${all[@]}")
 is_test() { case " ${tests[*]} " in *" $1 "*) ;; *) return 1 ;; esac }
 only_tests=1
 for name in "${chosen[@]}"; do is_test "$name" || only_tests=0; done
@@ -46,6 +47,7 @@ elif [ $only_tests = 0 ]; then
     export KVSERVER_REQUIRE_GPU=1
 fi
 export OUT=${OUT:-$PWD/bench/results} PYTHONUNBUFFERED=1
+export CUDA_DEVICE_MAX_CONNECTIONS=32 # as the daemon has it: in a benchmark torch starts the driver before kvserver could set it
 parts=build/gpu-parts
 rm -rf $parts
 mkdir -p "$OUT" $parts
@@ -75,6 +77,7 @@ device=simulated arch=
 if [ "$simulated" != 1 ]; then
     IFS=, read -r device arch < <(timeout 30 nvidia-smi --query-gpu=name,compute_cap --format=csv,noheader 2>/dev/null)
     arch=$(echo "$arch" | tr -d '. ')
+    { exec 9<>/dev/nvidia0; } 2>/dev/null # open until the end: else the driver starts the GPU anew for each process
 fi
 {
     echo "date $date, commit $KVSERVER_COMMIT"
@@ -104,7 +107,7 @@ build() {
     local pip=($env/bin/python -m pip --disable-pip-version-check -q install --no-compile)
     limited 60 "${pip[@]}" "${from[@]}" "${need[@]}" || return
     limited 120 "${pip[@]}" --no-deps --no-index --no-build-isolation --force-reinstall -C build-dir=build/gpu-build \
-        -C cmake.define.KVSERVER_TESTING=ON ${arch:+-C "cmake.define.KVSERVER_CUDA_ARCHITECTURES=$arch-real"} . || return
+        -C cmake.define.KVSERVER_TESTING=ON ${arch:+-C cmake.define.KVSERVER_CUDA=ON -C "cmake.define.KVSERVER_CUDA_ARCHITECTURES=$arch-real"} . || return
     python=$PWD/$env/bin/python
 }
 PATH=$PWD/build/gpu-env/bin:$(dirname "$PYTHON"):$PATH
@@ -131,7 +134,7 @@ mark smoke
 
 # ---- the parts ----------------------------------------------------------------------------------
 log() { tee -a "$stem-$1.log"; }
-pytest=(-c 'import sys, pytest; sys.path.pop(0); sys.exit(pytest.main(sys.argv[1:]))' -v -p no:cacheprovider)
+pytest=(-c 'import sys, pytest; sys.path.pop(0); sys.exit(pytest.main(sys.argv[1:]))' -v -p no:cacheprovider -o faulthandler_timeout=40)
 lanes=$(($(nproc) / 2))
 [ $lanes -le 6 ] || lanes=6
 run_tests() { # its name, its limit, arguments
@@ -172,8 +175,9 @@ for name in "${chosen[@]}"; do
         continue
     fi
     case $name in
-    kernels) run_tests kernels 90 -n $lanes tests/gpu/test_gpu_kernels.py tests/native/test_device_contract.py -k "test_gpu_kernels or cuda" "$@" ;;
-    engines) run_tests engines 120 tests/gpu/test_gpu_engines.py "$@" ;;
+    bytes) run_tests bytes 150 -n $lanes tests/gpu tests/native/test_device_contract.py \
+        -k "(test_gpu_ or cuda) and not memory_of_a_killed_engine" "$@" ;;
+    alone) run_tests alone 45 tests/gpu -k memory_of_a_killed_engine "$@" ;; # it counts what all processes have of the GPU
     memcheck | racecheck) sanitize "$name" ;;
     busy) benchmark busy 180 "$@" ;;
     *) benchmark "$name" 90 "$@" ;;

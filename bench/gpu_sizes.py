@@ -43,12 +43,12 @@ RUN_KIB = (4, 8, 12, 16, 20, 24, 28, 32, 48, 64, 96, 128, 256, 512, 1024)
 
 SIZES = {
     "full": Sizes(
-        9 * GiB, GiB // 2, (256, 2048, 8192, 32768), 2048,
+        9 * GiB, GiB // 2, (256, 2048, 8192, 32768), 1024,
         RUN_KIB, 256 * MiB,
         tuple(Batching(mib * MiB, slots) for mib, slots in ((8, 4), (8, 12), (16, 4), (32, 4), (64, 4))), 1000, 0.15,
     ),
     "small": Sizes(
-        3 * GiB, GiB // 4, (256, 2048, 8192), 2048, RUN_KIB, 128 * MiB,
+        3 * GiB, GiB // 4, (256, 2048, 8192), 1024, RUN_KIB, 128 * MiB,
         tuple(Batching(mib * MiB, slots) for mib, slots in ((8, 4), (8, 12), (32, 4))), 1000, 0.15,
     ),
     "tiny": Sizes(

@@ -29,7 +29,7 @@ def pytest_sessionstart() -> None:
 @pytest.fixture(scope="module")
 def gpu_daemon() -> Iterator[Daemon]:
     """One daemon for a module, with room for what its engines store."""
-    daemon = Daemon(l1_size="96MiB" if SIMULATED else "8GiB", **daemon_flags()).start()
+    daemon = Daemon(l1_size="96MiB" if SIMULATED else "5GiB", **daemon_flags()).start()
     yield daemon
     daemon.close()
 

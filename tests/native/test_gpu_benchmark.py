@@ -101,7 +101,7 @@ def test_a_way_that_moves_nothing_ends_the_benchmark_with_an_error_of_its_own() 
 
 
 def test_the_tests_run_after_the_smoke_and_their_counts_are_written(tmp_path: Path) -> None:
-    done = gpu_all(tmp_path, "kernels", "--", "-k", "cross-layer and pinned")
+    done = gpu_all(tmp_path, "bytes", "--", "-k", "cross-layer and pinned")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all bytes arrived" in done.stdout
     (found,) = tmp_path.glob("*-simulated-tests.json")
@@ -137,7 +137,7 @@ def test_a_machine_without_a_gpu_ends_the_benchmark_before_it_begins(tmp_path: P
 
 @pytest.mark.skipif(real_gpu() != "", reason="there is a GPU")
 def test_a_machine_without_a_gpu_skips_the_tests_and_writes_no_results(tmp_path: Path) -> None:
-    done = gpu_all(tmp_path, "kernels", "--", "-k", "cross-layer and queued", KVSERVER_SIMULATED_GPU="0")
+    done = gpu_all(tmp_path, "bytes", "--", "-k", "cross-layer and queued", KVSERVER_SIMULATED_GPU="0")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "4 skipped" in done.stdout
     assert list(tmp_path.iterdir()) == []

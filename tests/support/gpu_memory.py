@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import os
-import random
 from typing import Any
 
 from kvserver._native import Gpu, cuda_gpu, cuda_gpus
@@ -89,7 +88,7 @@ class VmmMemory:
         return CudaVmmFd(device=real_gpu(), index=index, offset=0, size_bytes=len(self.view))
 
     def fill(self) -> None:
-        self.view[:] = random.randbytes(len(self.view))
+        self.view[:] = os.urandom(len(self.view))  # randbytes() makes 256 MiB at most
 
     def close(self) -> None:
         if self.fds:
