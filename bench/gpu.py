@@ -2,7 +2,7 @@
 
     python bench/gpu.py [--out FILE.json] [--only SECTION,...] [--rounds 5] [--sizes full] [--seconds 300] [--simulated]
 
-Sections: transfers, runs, ways, chunks, daemon, pinning, neighbours, goal, busy. A section that begins after --seconds is left out, and
+Sections: transfers, runs, ways, chunks, daemon, pinning, neighbours, goal, busy_runs, busy. A section that begins after --seconds is left out, and
 the report names it. Bytes are compared after what is timed: a wrong one ends the run. --simulated runs the same code over the simulated GPU
 with tiny sizes: its measurements mean nothing.
 """
@@ -10,6 +10,7 @@ with tiny sizes: its measurements mean nothing.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 import os
@@ -23,14 +24,14 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from gpu_busy import Neighbour, busy, goal, neighbours
+from gpu_busy import Neighbour, busy, busy_runs, goal, neighbours
 from gpu_bytes import WrongBytes
 from gpu_daemon import Served
 from gpu_peers import Peers
 from gpu_report import text
 from gpu_rig import LOAD, ONE_WAY, STORE, WAYS, Board, Ceiling, Direction, Transfer
 from gpu_run import Run, latencies
-from gpu_sizes import SIZES, Geometry
+from gpu_sizes import SIZES, one_plane
 from gpu_ways import ROOT, build
 
 from kvserver import _native
@@ -55,7 +56,7 @@ def transfers(run: Run) -> None:
 def runs(run: Run) -> None:
     """One plane of ever longer runs, none beside another: where DMA overtakes staging."""
     for kib in run.sizes.run_kib:
-        geometry = Geometry("runs", "one plane", 1, kib << 10, 1)
+        geometry = one_plane(kib)
         transfer = Transfer(run.board, geometry, run.sizes.run_bytes // geometry.run)
         for name, direction in ONE_WAY.items():
             measures = {way: functools.partial(transfer.gb_per_second, way, direction) for way in ("dma", "staged")}
@@ -85,6 +86,7 @@ def chunks(run: Run) -> None:
     for geometry in run.per_layer:
         transfer = Transfer(run.board, geometry, 256)
         bare = transfer.payload / run.ceiling_of(LOAD) / 1e6
+        memcpy = [run.ceiling.seconds(transfer.payload, LOAD) * 1000 for _ in range(run.sizes.samples)]
         for beside in (False, True):
             times: list[float] = []
             transfer.kv.change()
@@ -103,7 +105,7 @@ def chunks(run: Run) -> None:
                 transfer.check("chosen", STORE)
             transfer.check("chosen", LOAD)
             run.add("chunks", geometry=geometry.name, beside_stores=beside, bytes=transfer.payload, at_ceiling_ms=bare,
-                    **latencies(times))  # fmt: skip
+                    memcpy_p50_ms=latencies(memcpy)["p50_ms"], **latencies(times))  # fmt: skip
 
 
 def drained(transfer: Transfer, way: str) -> set[int]:
@@ -116,16 +118,17 @@ def drained(transfer: Transfer, way: str) -> set[int]:
 def daemon(run: Run) -> None:
     """Through a real daemon: a whole request each way, and single chunks."""
     for geometry in run.per_layer:
-        served = Served(run.board, geometry, min(8192, run.sizes.lengths[-1]))
-        figures = {
-            "store": run.compare((STORE,), store=served.store)["store"],
-            "load": run.compare((LOAD,), load=served.load)["load"],
-        }
-        times = [served.load_chunk() for _ in range(run.sizes.samples)]
-        served.check(served.blocks // served.chunks)
-        served.close()
+        with contextlib.closing(Served(run.board, geometry, min(8192, run.sizes.lengths[-1]))) as served:
+            figures = {
+                "store": run.compare((STORE,), store=served.store)["store"],
+                "load": run.compare((LOAD,), load=served.load)["load"],
+            }
+            times = [served.load_chunk() for _ in range(run.sizes.samples)]
+            served.check(served.blocks // served.chunks)
+            lookups = [served.lookup_chunk() for _ in range(run.sizes.samples)]
         run.add("daemon", geometry=geometry.name, bytes=served.payload, **figures, chunk_bytes=served.chunk_bytes,
-                at_ceiling_ms=served.chunk_bytes / run.ceiling_of(LOAD) / 1e6, **latencies(times))  # fmt: skip
+                at_ceiling_ms=served.chunk_bytes / run.ceiling_of(LOAD) / 1e6,
+                lookup_p50_ms=latencies(lookups)["p50_ms"], **latencies(times))  # fmt: skip
 
 
 def pinning(run: Run, neighbour: Neighbour) -> None:
@@ -148,9 +151,9 @@ def pinning(run: Run, neighbour: Neighbour) -> None:
 
 SECTIONS: dict[str, Callable[..., None]] = {
     "transfers": transfers, "runs": runs, "ways": ways, "chunks": chunks, "daemon": daemon, "pinning": pinning,
-    "neighbours": neighbours, "goal": goal, "busy": busy,
+    "neighbours": neighbours, "goal": goal, "busy_runs": busy_runs, "busy": busy,
 }  # fmt: skip
-NEEDS_NEIGHBOUR, NEEDS_LIBRARY = {"neighbours", "goal", "busy", "pinning"}, {"neighbours", "ways"}
+NEEDS_NEIGHBOUR, NEEDS_LIBRARY = {"neighbours", "goal", "busy_runs", "busy", "pinning"}, {"neighbours", "ways"}
 
 
 class Needs:
@@ -178,6 +181,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="all measurements, in JSON")
     parser.add_argument("--only", default=",".join(SECTIONS))
+    parser.add_argument("--models", default="", help="names joined by commas; all, unless given")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sizes", choices=SIZES, default="full")
     parser.add_argument("--seconds", type=float, default=300.0)

@@ -19,8 +19,8 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 tests=(bytes alone memcheck racecheck)
-bench=(runs,transfers goal,pinning chunks,daemon ways busy neighbours)
-all=(bytes alone memcheck runs,transfers goal,pinning racecheck chunks,daemon ways busy neighbours)
+bench=(runs,transfers goal,pinning busy_runs chunks,daemon ways busy neighbours)
+all=(bytes alone memcheck runs,transfers goal,pinning racecheck busy_runs chunks,daemon ways busy neighbours)
 chosen=()
 while [ $# -gt 0 ] && [ "$1" != -- ]; do
     case $1 in
@@ -133,34 +133,32 @@ fi
 mark smoke
 
 # ---- the parts ----------------------------------------------------------------------------------
-log() { tee -a "$stem-$1.log"; }
-pytest=(-c 'import sys, pytest; sys.path.pop(0); sys.exit(pytest.main(sys.argv[1:]))' -v -p no:cacheprovider -o faulthandler_timeout=40)
+run_part() { # its name, its log, its limit, command: all output goes into a file, since a process that is left would keep a pipe open
+    limited "$3" "${@:4}" >$parts/now.log 2>&1
+    local result=$?
+    cat $parts/now.log
+    cat $parts/now.log >>"$stem-$2.log"
+    [ $result = 0 ] || [ $result = 5 ] || fail "$1" $result # 5: `-k` chose none of these tests
+    return $result
+}
+pytest=("$python" -c 'import sys, pytest; sys.path.pop(0); sys.exit(pytest.main(sys.argv[1:]))' -v -p no:cacheprovider -o faulthandler_timeout=40)
 lanes=$(($(nproc) / 2))
 [ $lanes -le 6 ] || lanes=6
 run_tests() { # its name, its limit, arguments
-    limited "$2" "$python" "${pytest[@]}" --durations=10 --junitxml="$parts/$1.xml" "${@:3}" 2>&1 | log tests
-    local result=${PIPESTATUS[0]}
-    [ "$result" = 0 ] || [ "$result" = 5 ] || fail "$1" "$result" # 5: `-k` chose none of this part
+    run_part "$1" tests "$2" "${pytest[@]}" --durations=10 --junitxml="$parts/$1.xml" "${@:3}"
 }
 sanitize() { # a tool of compute-sanitizer: the smallest copies by each kernel, with each width of its accesses
     local tool=(compute-sanitizer --tool "$1" --error-exitcode 7)
-    if [ "$simulated" = 1 ]; then
-        tool=()
-        echo "SIMULATED: without compute-sanitizer"
-    fi
-    limited 45 "${tool[@]}" "$python" "${pytest[@]}" tests/gpu/test_gpu_kernels.py \
-        -k "staged and MLA and SGLang and a_layout or staged and MLA and not_aligned" 2>&1 | log sanitizer
-    local result=${PIPESTATUS[0]}
-    [ "$result" = 0 ] || fail "$1" "$result"
+    [ "$simulated" != 1 ] || tool=(env) # there is no device to look at
+    run_part "$1" sanitizer 45 "${tool[@]}" "${pytest[@]}" tests/gpu/test_gpu_kernels.py \
+        -k "staged and MLA and SGLang and a_layout or staged and MLA and not_aligned"
 }
 benchmark() { # its sections, its limit, arguments
     local limit=$(left "$2") extra=()
     [ "$simulated" != 1 ] || extra=(--simulated)
-    limited "$limit" "$python" bench/gpu.py --only "$1" --seconds "$limit" --out "$parts/${1%%,*}.json" \
-        --sizes "${KVSERVER_GPU_SIZES:-small}" "${extra[@]}" "${@:3}" 2>&1 | log bench
-    local result=${PIPESTATUS[0]}
-    [ "$result" = 0 ] || fail "$1" "$result"
-    [ "$result" != 9 ] || { echo "== a copy moved wrong bytes: nothing more is measured, nor written" >&2; exit 1; }
+    run_part "$1" bench "$limit" "$python" bench/gpu.py --only "$1" --seconds "$limit" --out "$parts/${1%%,*}.json" \
+        --sizes "${KVSERVER_GPU_SIZES:-small}" "${extra[@]}" "${@:3}"
+    [ $? != 9 ] || { echo "== a copy moved wrong bytes: nothing more is measured, nor written" >&2; exit 1; }
 }
 report() { # name, parts, options
     "$python" bench/gpu_report.py "$stem-$1" --head "$head" --machine $parts/machine.txt --left-out $parts/left_out.txt "${@:2}" &&
@@ -180,6 +178,7 @@ for name in "${chosen[@]}"; do
     alone) run_tests alone 45 tests/gpu -k memory_of_a_killed_engine "$@" ;; # it counts what all processes have of the GPU
     memcheck | racecheck) sanitize "$name" ;;
     busy) benchmark busy 180 "$@" ;;
+    goal,*) benchmark "$name" 120 "$@" ;;
     *) benchmark "$name" 90 "$@" ;;
     esac
     mark "$name"

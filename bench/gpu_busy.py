@@ -19,6 +19,7 @@ from common import percentile
 from gpu_peers import CHUNK_TOKENS, Peers
 from gpu_rig import LOAD, ONE_WAY, Direction, Paced, Transfer
 from gpu_run import ENOUGH, Run, latencies, rate_of, summary
+from gpu_sizes import one_plane
 from gpu_ways import BY_CHUNKS
 
 from kvserver._native import Outcome
@@ -180,6 +181,17 @@ def busy(run: Run, neighbour: Neighbour) -> None:
         run.board.drop_devices()
 
 
+def busy_runs(run: Run, neighbour: Neighbour) -> None:
+    """One plane of short runs by each way, unpaced, beside decode and prefill: which way a busy GPU wants."""
+    for kib in run.sizes.busy_run_kib:
+        transfer = Transfer(run.board, one_plane(kib), run.sizes.run_bytes // (kib << 10))
+        for work in WORKS:
+            for name, direction in ONE_WAY.items():
+                for way in ("dma", "staged"):
+                    run.add("busy_runs", run=kib << 10, work=work, direction=name, way=way,
+                            **beside(run, neighbour, work, transfer, way, direction))  # fmt: skip
+
+
 def beside(
     run: Run, neighbour: Neighbour, work: str, transfer: Transfer, way: str, direction: Direction
 ) -> dict[str, Any]:
@@ -214,27 +226,53 @@ def chunks_beside(run: Run, neighbour: Neighbour, work: str, chunk: Transfer) ->
 
 
 def goal(run: Run, neighbour: Neighbour) -> None:
-    """The time of a token at p99 while we copy at 0.8 of a pinned memcpy, over that of quiet turns."""
+    """The time of a token at p99 while we copy at 0.8 of a pinned memcpy, over that of quiet turns.
+
+    The control is a memcpy of as many bytes at that rate: what any copy costs.
+    """
     for geometry in run.per_layer:
         transfer = Transfer(run.board, geometry, run.sizes.request)
         for name, direction in ONE_WAY.items():
-            rate = GOAL_RATE * run.ceiling_of(direction)
-            turn_ms = statistics.median(neighbour.milliseconds("decode", run.sizes.seconds))
-            wanted = ENOUGH if run.sizes.samples >= ENOUGH else run.sizes.samples
-            seconds = 1.1 * wanted * turn_ms / 1000 / ROUNDS
-            quiet: list[float] = []
-            copying: list[float] = []
-            rates = []
-            for _ in range(ROUNDS):
-                quiet += neighbour.milliseconds("decode", seconds)
-                with (
-                    checked(transfer, direction, "chosen"),
-                    Paced(functools.partial(moved, transfer, "chosen", direction), rate) as paced,
-                ):
-                    copying += neighbour.milliseconds("decode", seconds)
-                rates.append(paced.gb_per_second)
-            enough = min(len(quiet), len(copying)) >= ENOUGH
-            run.add("goal", geometry=geometry.name, direction=name, samples=min(len(quiet), len(copying)),
-                    quiet_p50_ms=statistics.median(quiet), beside_p50_ms=statistics.median(copying),
-                    ratio_p99=percentile(copying, 0.99) / percentile(quiet, 0.99) if enough else None,
-                    goal=GOAL_RATIO, rate=statistics.median(rates) / rate * GOAL_RATE)  # fmt: skip
+            copy = functools.partial(moved, transfer, "chosen", direction)
+            run.add("goal", geometry=geometry.name, direction=name,
+                    **_goal(run, neighbour, direction, copy, checked(transfer, direction, "chosen")))  # fmt: skip
+            if geometry is run.per_layer[0]:
+                copy = functools.partial(moved_plainly, run, transfer.payload, direction)
+                run.add("goal", geometry="one memcpy", direction=name,
+                        **_goal(run, neighbour, direction, copy, contextlib.nullcontext()))  # fmt: skip
+
+
+def moved_plainly(run: Run, size: int, direction: Direction) -> int:
+    run.ceiling.seconds(size, direction)
+    return size
+
+
+def _goal(
+    run: Run,
+    neighbour: Neighbour,
+    direction: Direction,
+    copy: Callable[[], int],
+    check: contextlib.AbstractContextManager[None],
+) -> dict[str, Any]:
+    rate = GOAL_RATE * run.ceiling_of(direction)
+    turn_ms = statistics.median(neighbour.milliseconds("decode", run.sizes.seconds))
+    wanted = ENOUGH if run.sizes.samples >= ENOUGH else run.sizes.samples
+    seconds = 1.1 * wanted * turn_ms / 1000 / ROUNDS
+    quiet: list[float] = []
+    copying: list[float] = []
+    rates = []
+    with check:
+        for _ in range(ROUNDS):
+            quiet += neighbour.milliseconds("decode", seconds)
+            with Paced(copy, rate) as paced:
+                copying += neighbour.milliseconds("decode", seconds)
+            rates.append(paced.gb_per_second)
+    enough = min(len(quiet), len(copying)) >= ENOUGH
+    return {
+        "samples": min(len(quiet), len(copying)),
+        "quiet_p50_ms": statistics.median(quiet),
+        "beside_p50_ms": statistics.median(copying),
+        "ratio_p99": percentile(copying, 0.99) / percentile(quiet, 0.99) if enough else None,
+        "goal": GOAL_RATIO,
+        "rate": statistics.median(rates) / rate * GOAL_RATE,
+    }

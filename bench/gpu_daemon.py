@@ -88,6 +88,12 @@ class Served:
         self.worker.load(self._keys[:32], self._ids[: self.blocks // self.chunks])
         return (time.perf_counter() - began) * 1000
 
+    def lookup_chunk(self) -> float:
+        """Milliseconds of a request that moves no bytes."""
+        began = time.perf_counter()
+        assert self.worker.lookup(self._keys[:32]) == 1
+        return (time.perf_counter() - began) * 1000
+
     def close(self) -> None:
         self.worker.client.close()
         self.daemon.close()

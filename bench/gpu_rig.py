@@ -246,22 +246,27 @@ class Ceiling:
         torch.cuda.synchronize()
 
     def gb_per_second(self, *directions: Direction) -> float:
+        return self._size * len(directions) / self.seconds(self._size, *directions) / 1e9
+
+    def seconds(self, size: int, *directions: Direction) -> float:
+        """Of one copy of so many bytes a direction, until the host knows that it has ended."""
+        assert size <= self._size
         began = time.perf_counter()
         if self._board.simulated:
-            self._copy_on_host(directions)
+            self._copy_on_host(size, directions)
         else:
             for direction in directions:
-                host, gpu = self._tensors[direction]
+                host, gpu = (tensor[:size] for tensor in self._tensors[direction])
                 to, from_ = (host, gpu) if direction == STORE else (gpu, host)
                 with torch.cuda.stream(self._streams[direction]):
                     to.copy_(from_, non_blocking=True)
             torch.cuda.synchronize()
-        return self._size * len(directions) / (time.perf_counter() - began) / 1e9
+        return time.perf_counter() - began
 
-    def _copy_on_host(self, directions: tuple[Direction, ...]) -> None:
+    def _copy_on_host(self, size: int, directions: tuple[Direction, ...]) -> None:
         def copy(direction: Direction) -> None:
             to, from_ = self._buffers[direction]
-            ctypes.memmove(to.address, from_.address, self._size)
+            ctypes.memmove(to.address, from_.address, size)
 
         threads = [threading.Thread(target=copy, args=(direction,)) for direction in directions]
         for thread in threads:

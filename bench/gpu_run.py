@@ -36,8 +36,9 @@ class Run:
 
     @functools.cached_property
     def geometries(self) -> list[Geometry]:
-        """Per layer and cross-layer, in turn."""
-        return geometries(self.sizes.fewer_layers)
+        """Per layer and cross-layer, in turn; of the models that --models names."""
+        found = geometries(self.sizes.fewer_layers)
+        return [geometry for geometry in found if geometry.name in (self.options.models or geometry.name)]
 
     @property
     def per_layer(self) -> list[Geometry]:

@@ -33,6 +33,7 @@ class Sizes:
     request: int  # tokens where one length is enough: two of it fit into one registration of L1
     run_kib: tuple[int, ...]
     run_bytes: int
+    busy_run_kib: tuple[int, ...]
     batches: tuple[Batching, ...]
     samples: int  # of a latency
     seconds: float  # that another process works beside one kind of copy
@@ -40,19 +41,20 @@ class Sizes:
 
 
 RUN_KIB = (4, 8, 12, 16, 20, 24, 28, 32, 48, 64, 96, 128, 256, 512, 1024)
+BUSY_RUN_KIB = (4, 16, 28, 64, 128)
 
 SIZES = {
     "full": Sizes(
         9 * GiB, GiB // 2, (256, 2048, 8192, 32768), 1024,
-        RUN_KIB, 256 * MiB,
+        RUN_KIB, 256 * MiB, BUSY_RUN_KIB,
         tuple(Batching(mib * MiB, slots) for mib, slots in ((8, 4), (8, 12), (16, 4), (32, 4), (64, 4))), 1000, 0.15,
     ),
     "small": Sizes(
-        3 * GiB, GiB // 4, (256, 2048, 8192), 1024, RUN_KIB, 128 * MiB,
+        3 * GiB, GiB // 4, (256, 2048, 8192), 1024, RUN_KIB, 128 * MiB, BUSY_RUN_KIB,
         tuple(Batching(mib * MiB, slots) for mib, slots in ((8, 4), (8, 12), (32, 4))), 1000, 0.15,
     ),
     "tiny": Sizes(
-        96 * MiB, MiB, (256, 512), 512, (4, 64), MiB, (Batching(64 * KiB, 4), Batching(64 * KiB, 12)), 20, 0.02,
+        96 * MiB, 8 * MiB, (256, 512), 512, (4, 64), MiB, (4, 64), (Batching(64 * KiB, 4), Batching(64 * KiB, 12)), 20, 0.02,
         fewer_layers=16,
     ),
 }  # fmt: skip
@@ -77,6 +79,11 @@ class Geometry:
 
     def across_layers(self) -> Geometry:
         return Geometry(self.name, "cross-layer", 1, self.block_bytes, self.block_tokens)
+
+
+def one_plane(run_kib: int) -> Geometry:
+    """Runs of this length, none beside another: no two go in one piece."""
+    return Geometry("runs", "one plane", 1, run_kib << 10, 1)
 
 
 def geometries(few: int = 1) -> list[Geometry]:

@@ -305,9 +305,7 @@ class CudaGpu final : public Gpu {
         const CUresult result =
             batch_(to.data(), from.data(), sizes.data(), pieces.size(), &attributes, &begins_at, 1,
                    &failed, static_cast<CUstream>(stream));
-        if (result == CUDA_ERROR_INVALID_VALUE)
-            std::fprintf(stderr, "kvserver: cuMemcpyBatchAsync refused piece %zu of %zu\n", failed, pieces.size());
-        if (result == CUDA_ERROR_NOT_SUPPORTED || result == CUDA_ERROR_INVALID_VALUE) return false;
+        if (result == CUDA_ERROR_NOT_SUPPORTED) return false;
         CHECK(result);
         return true;
     }
@@ -334,9 +332,7 @@ class CudaGpu final : public Gpu {
         size_t failed = 0;
         const CUresult result =
             pitched_batch_(copies.size(), copies.data(), &failed, 0, static_cast<CUstream>(stream));
-        if (result == CUDA_ERROR_INVALID_VALUE)
-            std::fprintf(stderr, "kvserver: cuMemcpy3DBatchAsync refused piece %zu of %zu\n", failed, pieces.size());
-        if (result == CUDA_ERROR_NOT_SUPPORTED || result == CUDA_ERROR_INVALID_VALUE) return false;
+        if (result == CUDA_ERROR_NOT_SUPPORTED) return false;
         CHECK(result);
         return true;
     }

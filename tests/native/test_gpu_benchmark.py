@@ -24,7 +24,7 @@ from support.gpu_memory import real_gpu
 
 ROOT = Path(__file__).parent.parent.parent
 SECTIONS = {
-    "goal", "transfers", "runs", "ways", "chunks", "daemon", "neighbours", "busy", "busy_chunks", "pinning"
+    "goal", "transfers", "runs", "ways", "chunks", "daemon", "neighbours", "busy_runs", "busy", "busy_chunks", "pinning"
 }  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def test_the_benchmark_writes_every_section_as_json_and_as_a_table_and_states_th
     assert {(row["work"], row["way"]) for row in joined["busy"]} == {
         (work, way) for work in ("decode", "prefill") for way in ("dma", "staged")
     }
-    assert {row["geometry"] for row in joined["goal"]} == {"Llama-8B", "Llama-70B TP8", "DeepSeek MLA"}
+    assert {row["geometry"] for row in joined["goal"]} == {"Llama-8B", "one memcpy", "Llama-70B TP8", "DeepSeek MLA"}
     table = found.with_suffix(".md").read_text()
     assert "**SIMULATED: no GPU was used" in table
     assert table.count("\n## ") == len(SECTIONS)
