@@ -20,7 +20,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 tests=(bytes alone memcheck racecheck)
 bench=(runs,transfers goal,pinning busy_runs chunks,daemon ways busy neighbours)
-all=(bytes alone memcheck runs,transfers goal,pinning racecheck busy_runs chunks,daemon ways busy neighbours)
+all=(bytes alone memcheck runs,transfers busy_runs goal,pinning chunks,daemon ways racecheck busy neighbours)
 chosen=()
 while [ $# -gt 0 ] && [ "$1" != -- ]; do
     case $1 in
@@ -173,7 +173,7 @@ for name in "${chosen[@]}"; do
         continue
     fi
     case $name in
-    bytes) run_tests bytes 150 -n $lanes tests/gpu tests/native/test_device_contract.py \
+    bytes) run_tests bytes 150 -n $lanes --maxschedchunk 1 tests/gpu tests/native/test_device_contract.py \
         -k "(test_gpu_ or cuda) and not memory_of_a_killed_engine" "$@" ;;
     alone) run_tests alone 45 tests/gpu -k memory_of_a_killed_engine "$@" ;; # it counts what all processes have of the GPU
     memcheck | racecheck) sanitize "$name" ;;

@@ -21,6 +21,7 @@ from support.simulators import FakeGpu
 
 from kvserver._native import (
     GPU_SHORT_LOAD_BYTES,
+    GPU_SHORT_STORE_BYTES,
     BlockIds,
     Direction,
     GpuDevice,
@@ -125,7 +126,8 @@ def row(board: Board, model: Model, one_allocation: bool) -> list[object]:
     each = model.blocks * model.block_bytes // after
     return [
         model.name, "one" if one_allocation else "one a layer", model.blocks * model.block_bytes >> 20, before, after,
-        f"{before / after:.0f}x", f"{each / 1024:.0f}", neighbours, "staged" if each < GPU_SHORT_LOAD_BYTES else "dma",
+        f"{before / after:.0f}x", f"{each / 1024:.0f}", neighbours,
+        *("staged" if each < limit else "dma" for limit in (GPU_SHORT_STORE_BYTES, GPU_SHORT_LOAD_BYTES)),
     ]  # fmt: skip
 
 
@@ -133,7 +135,18 @@ def main() -> None:
     board = Board()
     print(
         table(
-            ["model", "allocations", "MiB", "runs", "pieces", "fewer", "KiB each", "consecutive", "loads go by"],
+            [
+                "model",
+                "allocations",
+                "MiB",
+                "runs",
+                "pieces",
+                "fewer",
+                "KiB each",
+                "consecutive",
+                "stores by",
+                "loads by",
+            ],
             [row(board, model, one) for model in MODELS for one in (True, False)],
         )
     )

@@ -76,13 +76,15 @@ constexpr uint64_t kBatchIds = 16384;
 constexpr uint64_t kTableBytes = 256ull << 10;
 
 // A copy is staged where a piece of a scattered block carries less than this on average, unless
-// there are few. Loads: by batched DMA on an H100, PCIe 5, pieces of 24 KiB reach 6.9 GB/s, of
-// 28 KiB 44 GB/s (vLLM pull request 42212, issue 57555); a piece costs ~0.5 us of CPU (issue
-// 48434), in which the link moves 25 KiB. That a pitched piece costs as much as a flat one,
-// whatever the length of its rows, is an assumption: nothing here was measured. Stores: always by
-// DMA, as vLLM has it; the cliff is reported for loads only, and DMA waits for no SM.
+// there are few. On an H100 that did nothing else (bench/results), over one large copy, by DMA:
+// loads of flat pieces of 24 KiB 0.08, of 28 KiB 0.62; stores of 4 KiB 0.07, 16 KiB 0.29, 20 KiB
+// 0.41, 28 KiB 0.47; both 0.87 at 64 KiB. Staged: 0.85 to 0.91 at every length. A pitched piece
+// costs about as much as a flat one: 160 rows of 4 KiB reach 0.78 and 0.84.
+//
+// Beside prefill a kernel waits ~1.6 ms for its time slice (LMCache issue 5067), so kSlots batches
+// reach ~0.37: DMA is chosen where it reaches more. What both reach there was not measured.
 constexpr uint64_t kShortLoadBytes = 28ull << 10;
-constexpr uint64_t kShortStoreBytes = 0;
+constexpr uint64_t kShortStoreBytes = 20ull << 10;
 // So few pieces cost less by DMA (~1.5 us each) than a launch and one more hop.
 constexpr uint64_t kFewPieces = 8;
 

@@ -57,14 +57,18 @@ def layered(blocks: int, layers: int, run: int) -> Geometry:
 
 
 class TestWays:
-    @pytest.mark.parametrize(("direction", "way"), [(STORE, "dma"), (LOAD, "staged")])
-    def test_loads_of_short_runs_are_staged_and_stores_go_by_dma(
-        self, gpu: FakeGpu, direction: Direction, way: str
+    @pytest.mark.parametrize(
+        ("kib", "direction", "way"),
+        [(16, STORE, "staged"), (16, LOAD, "staged"), (24, STORE, "dma"), (24, LOAD, "staged")],
+    )
+    def test_short_runs_are_staged_and_stores_sooner_go_by_dma(
+        self, gpu: FakeGpu, kib: int, direction: Direction, way: str
     ) -> None:
         device = Device(64, gpu=gpu, batch_bytes=1 << 20)
-        l0 = L0(device, layered(11, 16, 1 * KiB))
-        end = device.wait(device.submit(direction, l0, Job(range(1, 11), range(40), 4, 1)))
-        assert (end.outcome, end.bytes) == (Outcome.DONE, 10 * 16 * KiB)
+        l0 = L0(device, layered(11, kib, 1 * KiB))
+        pages = kib // 4
+        end = device.wait(device.submit(direction, l0, Job(range(1, 11), range(10 * pages), pages, 1)))
+        assert (end.outcome, end.bytes) == (Outcome.DONE, 10 * kib * KiB)
         found = counts(device, direction)
         assert (found[way], found["dma"] + found["staged"]) == (end.bytes, end.bytes)
 
