@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import runner_v2
 from support.daemon import Daemon, wait_until
 
 Prompt = list[int]
@@ -34,6 +35,8 @@ NICE = ["nice", "-n", "10"]
 class Engine:
     """One vLLM engine process. `endpoint` None means no connector at all. `options` are vLLM's, `exact_states` and `measures_speed`.
 
+    `runner` is vLLM's model runner: "v2" with asynchronous scheduling, as on GPUs, or "v1" without.
+
     Unless it measures its speed of prefill, the daemon, which then knows none, reads all that storage has: a tiny model computes a
     prompt so fast that on a busy machine no storage is worth reading.
     """
@@ -48,9 +51,11 @@ class Engine:
         transfer: dict[str, Any] | None = None,
         environ: dict[str, str] | None = None,
         python: str = sys.executable,
+        runner: str = runner_v2.DEFAULT,
         **options: Any,
     ) -> None:
         self.log = log
+        self.runner = runner
         self.ranks = options.get("tensor_parallel_size", 1)
         arguments: dict[str, Any] = {
             "model": str(model),
@@ -71,6 +76,7 @@ class Engine:
             } | (transfer or {})
         environ = {
             **os.environ,
+            **runner_v2.environment(runner),
             "HF_HUB_OFFLINE": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -103,6 +109,8 @@ class Engine:
         if not self._ready:
             reply = self._answers.get(timeout=START_SECONDS)
             assert reply.get("ready"), f"{reply}\n{self.tail()}"
+            runs = (reply["runner"], reply["asynchronous"])
+            assert runs == (self.runner, self.runner == "v2"), f"{runs}\n{self.tail()}"
             self._ready = True
         return self
 

@@ -1,0 +1,43 @@
+"""vLLM's plugin, which it loads in each of its processes: asynchronous scheduling stays on, and no engine starts otherwise."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.engine.core import EngineCore
+
+
+class AnotherWorker(Exception):
+    """The engine does not run what GPUs run."""
+
+
+def install() -> None:
+    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "1":
+        return
+    EngineCore.__init__ = _checked(EngineCore.__init__)
+    CpuPlatform.check_and_update_config = _asynchronous(CpuPlatform.check_and_update_config)
+
+
+def _asynchronous(update: Any) -> Any:
+    @functools.wraps(update)
+    def check_and_update_config(vllm_config: Any) -> None:
+        scheduling = vllm_config.scheduler_config
+        chosen = scheduling.async_scheduling
+        update(vllm_config)  # it would switch it off: "not required on CPU"
+        scheduling.async_scheduling = chosen
+
+    return staticmethod(check_and_update_config)
+
+
+def _checked(construct: Any) -> Any:
+    @functools.wraps(construct)
+    def __init__(self: EngineCore, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        runner, scheduling = vllm_config.use_v2_model_runner, vllm_config.scheduler_config.async_scheduling
+        if (runner, scheduling) != (True, True):
+            raise AnotherWorker(f"model runner V2: {runner}, asynchronous scheduling: {scheduling}")
+        construct(self, vllm_config, *args, **kwargs)
+
+    return __init__
