@@ -32,6 +32,10 @@ ANSWER_SECONDS = 400  # four requests of 400 tokens took 60 s where the load ave
 NICE = ["nice", "-n", "10"]
 
 
+class EngineEnded(AssertionError):
+    """The engine's process has ended where an answer was expected."""
+
+
 class Engine:
     """One vLLM engine process. `endpoint` None means no connector at all. `options` are vLLM's, `exact_states` and `measures_speed`.
 
@@ -103,11 +107,17 @@ class Engine:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self._answers.put(json.loads(line))
-        self._answers.put({"error": f"the engine process ended; see {self.log}"})
+        self._answers.put({"ended": True})
+
+    def _take(self, timeout: float) -> dict[str, Any]:
+        reply = self._answers.get(timeout=timeout)
+        if "ended" in reply:
+            raise EngineEnded(f"with status {self.process.wait()}; the end of {self.log}:\n{self.tail()}")
+        return reply
 
     def wait_ready(self) -> Engine:
         if not self._ready:
-            reply = self._answers.get(timeout=START_SECONDS)
+            reply = self._take(START_SECONDS)
             assert reply.get("ready"), f"{reply}\n{self.tail()}"
             runs = (reply["runner"], reply["asynchronous"])
             assert runs == (self.runner, self.runner == "v2"), f"{runs}\n{self.tail()}"
@@ -121,7 +131,7 @@ class Engine:
         self.process.stdin.flush()
 
     def receive(self, timeout: float = ANSWER_SECONDS) -> dict[str, Any]:
-        reply = self._answers.get(timeout=timeout)
+        reply = self._take(timeout)
         assert "error" not in reply, f"{reply['error']}\n{self.tail()}"
         return reply
 
