@@ -158,6 +158,15 @@ class Engine:
         """Until every store was acknowledged."""
         assert not self.ask("wait_for_stores", seconds=seconds)["pending"]
 
+    def owns_no_block_after(self, text: Prompt) -> bool:
+        """Whether neither a request nor a copy keeps a block, after one more request and the ends of its stores.
+
+        Under asynchronous scheduling the last step of a request is processed with the next one's.
+        """
+        self.generate([text], 1)
+        self.wait_for_stores()
+        return bool(self.counters()["blocks_in_use"] == 0)
+
     def tail(self, lines: int = 40) -> str:
         return "\n".join(self.log.read_text().splitlines()[-lines:])
 

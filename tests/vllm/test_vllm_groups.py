@@ -270,4 +270,4 @@ def test_a_load_of_a_stopped_daemon_keeps_its_blocks_from_others(
     assert [second.generate([other])[0]["tokens"] for other in others] == alone
     daemon.thaw()
     assert [second.generate([other])[0]["tokens"] for other in others] == alone
-    wait_until(lambda: second.generate([others[0]], 1) and second.counters()["blocks_in_use"] == 0, 30)
+    wait_until(lambda: second.owns_no_block_after(others[0]), 30, "its blocks are free")
