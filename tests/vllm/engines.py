@@ -109,7 +109,7 @@ class Engine:
             self._answers.put(json.loads(line))
         self._answers.put({"ended": True})
 
-    def _take(self, timeout: float) -> dict[str, Any]:
+    def _next_reply(self, timeout: float) -> dict[str, Any]:
         reply = self._answers.get(timeout=timeout)
         if "ended" in reply:
             raise EngineEnded(f"with status {self.process.wait()}; the end of {self.log}:\n{self.tail()}")
@@ -117,7 +117,7 @@ class Engine:
 
     def wait_ready(self) -> Engine:
         if not self._ready:
-            reply = self._take(START_SECONDS)
+            reply = self._next_reply(START_SECONDS)
             assert reply.get("ready"), f"{reply}\n{self.tail()}"
             runs = (reply["runner"], reply["asynchronous"])
             assert runs == (self.runner, self.runner == "v2"), f"{runs}\n{self.tail()}"
@@ -131,7 +131,7 @@ class Engine:
         self.process.stdin.flush()
 
     def receive(self, timeout: float = ANSWER_SECONDS) -> dict[str, Any]:
-        reply = self._take(timeout)
+        reply = self._next_reply(timeout)
         assert "error" not in reply, f"{reply['error']}\n{self.tail()}"
         return reply
 

@@ -1,7 +1,7 @@
 """vLLM's plugin, which it loads in each of its processes: asynchronous scheduling stays on, and no engine starts otherwise.
 
 It also halves the time of a step, which Triton's interpreter spends in Python. By itself that replaces the functions of its language
-for each launch of a kernel, and for each call of a function in one over the former replacement; and it looks for overflows.
+for each launch of a kernel and each call of a function in one, and looks for overflows.
 """
 
 from __future__ import annotations
