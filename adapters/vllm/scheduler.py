@@ -371,6 +371,10 @@ class SchedulerHalf:
         self._pool.install(pool)
         self._serves = True
 
+    @property
+    def has_pool(self) -> bool:
+        return self._pool.size > 0
+
     def shut(self) -> None:
         try:
             self._link.stop()

@@ -14,7 +14,7 @@ from kvserver.adapters.common import host_memory
 from kvserver.adapters.common.link import WORDS, Link
 from kvserver.adapters.common.steps import StepPlan
 from kvserver.adapters.common.worker import WorkerHalf
-from kvserver.adapters.vllm import support
+from kvserver.adapters.vllm import KVServerConnector, support
 from kvserver.adapters.vllm.scheduler import SchedulerHalf
 from made_up_model import BLOCK, prompt
 from vllm.config import VllmConfig
@@ -103,6 +103,37 @@ def two_precisions(config, caches):
 
 def partial_hits(config, caches):
     caches.hash_block_size = BLOCK // 2
+
+
+@pytest.mark.parametrize("name", ["gpu_block_pool", "block_pool"])
+def test_a_pool_in_a_schedulers_context_is_taken(make_daemon, make_engine, warnings_of, monkeypatch, name):
+    """vllm#53067 replaces bind_gpu_block_pool."""
+
+    def bind(connector, pool):
+        connector.bind_scheduler_context(SimpleNamespace(**{name: pool}))
+
+    monkeypatch.setattr(KVServerConnector, "bind_gpu_block_pool", bind)
+    daemon = make_daemon()
+    make_engine(daemon).generate("cold", TOKENS)
+    assert make_engine(daemon).generate("warm", TOKENS).external == 3 * CHUNK
+    assert warnings_of() == []
+
+
+@pytest.mark.parametrize("context", [None, SimpleNamespace()], ids=["no context", "a context without a pool"])
+def test_without_a_pool_there_is_no_cache_and_one_warning(make_daemon, make_engine, warnings_of, monkeypatch, context):
+    def bind(connector, pool):
+        if context is not None:
+            connector.bind_scheduler_context(context)
+
+    monkeypatch.setattr(KVServerConnector, "bind_gpu_block_pool", bind)
+    daemon = make_daemon()
+    engine = make_engine(daemon)
+    assert [engine.generate(name, TOKENS).external for name in ("cold", "warm")] == [0, 0]
+    (line,) = warnings_of()
+    assert line == (
+        "kvserver: this engine runs without cache: this vLLM gave the connector no block pool, so no block can be kept from others"
+    )
+    assert daemon.status()["totals"]["stored_bytes"] == 0
 
 
 def test_a_removed_setting_is_ignored_with_a_warning(make_daemon, make_engine, warnings_of):

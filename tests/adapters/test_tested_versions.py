@@ -7,7 +7,7 @@ import os
 
 import pytest
 import vllm
-from kvserver.adapters.versions import ENGINES, SCHEDULERS
+from kvserver.adapters.versions import ENGINES, PYTHON_ONLY
 
 from kvserver.cli.checks_service import OLDEST_VLLM
 
@@ -20,7 +20,7 @@ def first_lines(caplog, make_daemon, make_engine):
     return [(r.levelname, r.getMessage()) for r in caplog.records if "is tested with" in r.getMessage()]
 
 
-@pytest.fixture(params=["99.0.0", ENGINES[0] + "+cu130", SCHEDULERS[-1]])
+@pytest.fixture(params=["99.0.0", ENGINES[0] + "+cu130", PYTHON_ONLY[-1]])
 def version(request, monkeypatch):
     monkeypatch.setattr(vllm, "__version__", request.param)
     return request.param
@@ -28,7 +28,7 @@ def version(request, monkeypatch):
 
 def test_one_line_names_the_versions_and_warns_of_others(version, first_lines):
     ((level, line),) = first_lines
-    assert all(each in line for each in (*ENGINES, *SCHEDULERS, version))
+    assert all(each in line for each in (*ENGINES, *PYTHON_ONLY, version))
     untested = version == "99.0.0"
     assert level == ("WARNING" if untested else "INFO")
     assert ("never tested" in line) == untested

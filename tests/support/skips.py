@@ -26,6 +26,7 @@ ALLOWED = {
     r"Bubblewrap may not make containers here: .*": "It needs namespaces; the same test runs the same command without them.",
     r"root may write everywhere": "It takes a user without privileges.",
     r"only root can (become another user|give a folder away)": "It takes root, as which CI's containers run.",
+    r"an expected failure: issue \d+: .*": "It is strict, so it fails once it passes, and it names the issue that ends it.",
     r"(only \d+ descriptors for each process|no more than \d+ descriptors are allowed here)": "A hard limit of the machine.",
 }  # fmt: skip
 
@@ -51,8 +52,10 @@ class _Skips:
     def _look(self, report: pytest.TestReport | pytest.CollectReport) -> None:
         if not report.skipped:
             return
-        # An expected failure is "skipped", too, and has no place in the tuple (file, line, "Skipped: reason").
-        reason = report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else "an xfail"
+        if hasattr(report, "wasxfail"):  # "skipped", too, without the tuple (file, line, "Skipped: reason")
+            reason = f"an expected failure: {report.wasxfail}"
+        else:
+            reason = report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else "unknown"
         if not allowed(reason):
             self.others.append(f"{report.nodeid}: {reason}")
 

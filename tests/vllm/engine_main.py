@@ -37,6 +37,13 @@ class Driver:
         self.done: dict[str, Any] = {}
         self.records: list[dict[str, str]] = []
 
+    @property
+    def worker(self) -> dict[str, Any]:
+        """The model runner and the scheduling that this engine has. vLLM before 0.28 knows no other runner than V1."""
+        config = self.engine.vllm_config
+        v2 = getattr(config, "use_v2_model_runner", False)
+        return {"runner": "v2" if v2 else "v1", "asynchronous": bool(config.scheduler_config.async_scheduling)}
+
     def handle(self, request: dict[str, Any]) -> dict[str, Any]:
         operation = getattr(self, "op_" + request.pop("op"))
         found: dict[str, Any] = operation(**request)
@@ -191,7 +198,7 @@ def describe(output: Any) -> dict[str, Any]:
 def main() -> None:
     began = time.monotonic()
     driver = Driver(json.loads(sys.argv[1]))
-    answer({"ready": True, "seconds": time.monotonic() - began})
+    answer({"ready": True, "seconds": time.monotonic() - began, **driver.worker})
     for line in sys.stdin:
         try:
             answer(driver.handle(json.loads(line)))

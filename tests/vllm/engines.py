@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import runner_v2
 from support.daemon import Daemon, wait_until
 
 Prompt = list[int]
@@ -31,8 +32,14 @@ ANSWER_SECONDS = 400  # four requests of 400 tokens took 60 s where the load ave
 NICE = ["nice", "-n", "10"]
 
 
+class EngineEnded(AssertionError):
+    """The engine's process has ended where an answer was expected."""
+
+
 class Engine:
     """One vLLM engine process. `endpoint` None means no connector at all. `options` are vLLM's, `exact_states` and `measures_speed`.
+
+    `runner` is vLLM's model runner: "v2" with asynchronous scheduling, as on GPUs, or "v1" without.
 
     Unless it measures its speed of prefill, the daemon, which then knows none, reads all that storage has: a tiny model computes a
     prompt so fast that on a busy machine no storage is worth reading.
@@ -48,9 +55,11 @@ class Engine:
         transfer: dict[str, Any] | None = None,
         environ: dict[str, str] | None = None,
         python: str = sys.executable,
+        runner: str = runner_v2.DEFAULT,
         **options: Any,
     ) -> None:
         self.log = log
+        self.runner = runner
         self.ranks = options.get("tensor_parallel_size", 1)
         arguments: dict[str, Any] = {
             "model": str(model),
@@ -71,6 +80,7 @@ class Engine:
             } | (transfer or {})
         environ = {
             **os.environ,
+            **runner_v2.environment(runner),
             "HF_HUB_OFFLINE": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -97,12 +107,20 @@ class Engine:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self._answers.put(json.loads(line))
-        self._answers.put({"error": f"the engine process ended; see {self.log}"})
+        self._answers.put({"ended": True})
+
+    def _next_reply(self, timeout: float) -> dict[str, Any]:
+        reply = self._answers.get(timeout=timeout)
+        if "ended" in reply:
+            raise EngineEnded(f"with status {self.process.wait()}; the end of {self.log}:\n{self.tail()}")
+        return reply
 
     def wait_ready(self) -> Engine:
         if not self._ready:
-            reply = self._answers.get(timeout=START_SECONDS)
+            reply = self._next_reply(START_SECONDS)
             assert reply.get("ready"), f"{reply}\n{self.tail()}"
+            runs = (reply["runner"], reply["asynchronous"])
+            assert runs == (self.runner, self.runner == "v2"), f"{runs}\n{self.tail()}"
             self._ready = True
         return self
 
@@ -113,7 +131,7 @@ class Engine:
         self.process.stdin.flush()
 
     def receive(self, timeout: float = ANSWER_SECONDS) -> dict[str, Any]:
-        reply = self._answers.get(timeout=timeout)
+        reply = self._next_reply(timeout)
         assert "error" not in reply, f"{reply['error']}\n{self.tail()}"
         return reply
 
@@ -139,6 +157,15 @@ class Engine:
     def wait_for_stores(self, seconds: float = 20) -> None:
         """Until every store was acknowledged."""
         assert not self.ask("wait_for_stores", seconds=seconds)["pending"]
+
+    def owns_no_block_after(self, text: Prompt) -> bool:
+        """Whether neither a request nor a copy keeps a block, after one more request and the ends of its stores.
+
+        Under asynchronous scheduling the last step of a request is processed with the next one's.
+        """
+        self.generate([text], 1)
+        self.wait_for_stores()
+        return bool(self.counters()["blocks_in_use"] == 0)
 
     def tail(self, lines: int = 40) -> str:
         return "\n".join(self.log.read_text().splitlines()[-lines:])

@@ -14,6 +14,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import runner_v2
 from engines import FORGETS, NICE, START_SECONDS, TIMEOUTS, Prompt
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
@@ -73,6 +74,7 @@ class Server:
             stderr=subprocess.STDOUT,
             env={
                 **os.environ,
+                **runner_v2.environment(),
                 "HF_HUB_OFFLINE": "1",
                 "OMP_NUM_THREADS": "1",
                 "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -187,7 +187,7 @@ def test_a_daemon_stopped_mid_load_is_outlived_and_its_blocks_stay_out_of_use(
     daemon.thaw()
     # More work while the old load ends; then everything is free again and right.
     assert [o["tokens"] for o in second.generate(others)] == alone[1:]
-    wait_until(lambda: second.generate([others[0]], 1) and second.counters()["blocks_in_use"] == 0, 30)
+    wait_until(lambda: second.owns_no_block_after(others[0]), 30, "its blocks are free")
     second.forget()
     assert second.generate([text])[0]["tokens"] == alone[0]
 

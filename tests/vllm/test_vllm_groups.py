@@ -57,7 +57,8 @@ KINDS = {
         384,
         lambda hit: hit // 384 * 196_608 + 3 * 135_680,
         29,
-        {"dtype": "bfloat16", "mamba_cache_mode": "align"},
+        # On runner V2: issues/vllm/test_a_registration_moved_memory_whose_address_was_known.py
+        {"dtype": "bfloat16", "mamba_cache_mode": "align", "runner": "v1"},
         {"dtype": "float32", "max_model_len": 1408, "num_gpu_blocks_override": 28},  # blocks of 256 tokens
     ),
 }
@@ -170,10 +171,10 @@ def test_zeroed_bytes_give_other_tokens(first: Engine, second: Engine, start_dae
 def test_the_second_turn_of_a_conversation_hits_to_the_end_of_the_first_on_another_engine(
     first: Engine, second: Engine, start_daemon: Start, prompt: Make
 ) -> None:
-    """The first turn's answer, which was decoded, is stored: 500 tokens were asked, 299 of 300 answers were computed upon."""
+    """The first turn's answer, which was decoded, is stored: 700 tokens were asked, 99 of 100 answers were computed upon."""
     start_daemon()
-    asked, more = prompt(630, 500), prompt(631, 50)
-    text = asked + first.generate([asked], max_tokens=300)[0]["tokens"] + more
+    asked, more = prompt(630, 700), prompt(631, 50)
+    text = asked + first.generate([asked], max_tokens=100)[0]["tokens"] + more
     first.wait_for_stores()
     control = first.generate([text])[0]  # upon its own cache: what was decoded in bf16 differs from what is prefilled
     warm = second.generate([text])[0]
@@ -216,6 +217,11 @@ def test_a_local_hit_and_a_load_complete_each_other(
     assert second.generate([shared])[0]["tokens"] == first.generate([shared])[0]["tokens"], "shared blocks are intact"
 
 
+@pytest.mark.parametrize(
+    "kind",
+    ["gpt-oss", "qwen3-next", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("gemma 4", "llama 4"))],
+    indirect=True,
+)
 def test_preempted_requests_resume_from_the_daemon(
     kind: Kind, exact: Engine, start_daemon: Start, prompt: Make
 ) -> None:
@@ -264,4 +270,4 @@ def test_a_load_of_a_stopped_daemon_keeps_its_blocks_from_others(
     assert [second.generate([other])[0]["tokens"] for other in others] == alone
     daemon.thaw()
     assert [second.generate([other])[0]["tokens"] for other in others] == alone
-    wait_until(lambda: second.generate([others[0]], 1) and second.counters()["blocks_in_use"] == 0, 30)
+    wait_until(lambda: second.owns_no_block_after(others[0]), 30, "its blocks are free")

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import runner_v2
 from support.guides import END, GUIDES, at_port, blocks_of, carried_out, environment_of
 from support.ports import reserved_port
 
@@ -55,7 +56,9 @@ class Guides:
         script = "\n".join([FUNCTIONS, *lines]).replace("ENGINE", str(self._engine_port))
         script = script.replace('"MODEL"', f'"{self._model}"')
         (self._home / "run/kvserver").mkdir(mode=0o700, parents=True)
-        environment = environment_of(self._home, self._port) | ON_A_CPU | {"MODEL": str(self._model)}
+        environment = (
+            environment_of(self._home, self._port) | ON_A_CPU | runner_v2.environment() | {"MODEL": str(self._model)}
+        )
         code, output = carried_out(script, self._home, environment, 500)
         assert code == 0, output
         return output

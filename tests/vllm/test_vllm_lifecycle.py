@@ -29,7 +29,7 @@ from kvserver.protocol import (
     RECORD_RELEASED,
 )
 
-BLOCKS = 104  # of 32 tokens: three requests of 960 tokens and 300 more preempt each other
+BLOCKS = 104  # of 32 tokens: three requests of 1,060 tokens and 60 more preempt each other
 SECONDS_PER_EVENT = 0.001
 OPTIONS = {
     "dtype": "float32",
@@ -165,8 +165,8 @@ def exercise(engine: Engine, prompts: list[Prompt]) -> None:
     for turn in range(8):  # four prompts of 20 blocks each and their variants do not fit: evictions
         for text in prompts:
             engine.generate([text, [*text[:320], *prompts[turn % 4][320:500]]], max_tokens=4)
-            engine.generate([text], max_tokens=40)  # a prefix hit, and blocks that never fill
-    engine.generate([(text * 2)[:960] for text in prompts[:3]], max_tokens=300)  # preemption
+            engine.generate([text], max_tokens=10)  # a prefix hit, and blocks that never fill
+    engine.generate([(text * 2)[:1060] for text in prompts[:3]], max_tokens=60)  # preemption
     engine.wait_for_stores()
     engine.generate([prompts[0][:40]], max_tokens=2)  # vLLM's reset drops what it has not reported: a step reports it
     engine.forget()

@@ -144,19 +144,19 @@ def test_a_prompt_of_whole_chunks_computes_its_last_token(
 
 
 def test_forced_preemption_keeps_tokens(first: Engine, second: Engine, start_daemon: Start, prompt: Make) -> None:
-    """The 200 blocks hold four prompts of 1,500 tokens and not what they decode: requests are preempted and resumed, from the daemon
+    """The 200 blocks hold four prompts of 1,530 tokens and not what they decode: requests are preempted and resumed, from the daemon
     where it can."""
-    texts = [prompt(90 + n, 1500) for n in range(4)]
-    alone = [first.generate([t], max_tokens=200)[0] for t in texts]  # no daemon: the reference
+    texts = [prompt(90 + n, 1530) for n in range(4)]
+    alone = [first.generate([t], max_tokens=60)[0] for t in texts]  # no daemon: the reference
     first.forget()
     daemon = start_daemon()
     before = first.metrics()["vllm:num_preemptions"]
-    together = first.generate(texts, max_tokens=200)
+    together = first.generate(texts, max_tokens=60)
     assert first.metrics()["vllm:num_preemptions"] > before
     assert [o["tokens"] for o in together] == [o["tokens"] for o in alone]
     first.wait_for_stores()
     second.forget()
-    warm = second.generate(texts, max_tokens=200)
+    warm = second.generate(texts, max_tokens=60)
     assert [o["tokens"] for o in warm] == [o["tokens"] for o in alone]
     assert daemon.status()["totals"]["loaded_bytes"] > 0
     assert first.counters()["errors"] == {}

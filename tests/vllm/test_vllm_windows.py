@@ -88,16 +88,16 @@ def test_tokens_stay_equal_through_a_long_decode_past_the_window(
     """What was decoded is stored too; a prompt of all that is then served from it."""
     daemon = start_daemon()
     text = prompt(310, 520)
-    cold = engine.generate([text], max_tokens=600)[0]
+    cold = engine.generate([text], max_tokens=270)[0]
     engine.wait_for_stores()
     engine.forget()
-    warm = engine.generate([text], max_tokens=600)[0]
+    warm = engine.generate([text], max_tokens=270)[0]
     assert (warm["cached_tokens"], warm["tokens"]) == (512, cold["tokens"])
     engine.wait_for_stores()
     engine.forget()
-    longer = text + cold["tokens"][:560]  # 1080 tokens
-    further = engine.generate([longer], max_tokens=40)[0]
-    assert (further["cached_tokens"], further["tokens"]) == (1024, cold["tokens"][560:])
+    longer = text + cold["tokens"][:250]  # 770 tokens
+    further = engine.generate([longer], max_tokens=20)[0]
+    assert (further["cached_tokens"], further["tokens"]) == (768, cold["tokens"][250:])
     totals = daemon.status()["totals"]
     assert (totals["errors"], totals["failed_stores"], totals["failed_loads"]) == (0, 0, 0), "block 0 is refused"
     engine.wait_for_stores()
@@ -169,5 +169,5 @@ def test_a_load_of_a_stopped_daemon_keeps_its_blocks_from_others(
     assert [engine.generate([other])[0]["tokens"] for other in others] == alone
     daemon.thaw()
     assert [engine.generate([other])[0]["tokens"] for other in others] == alone
-    wait_until(lambda: engine.generate([others[0]], 1) and engine.counters()["blocks_in_use"] == 0, 30)
+    wait_until(lambda: engine.owns_no_block_after(others[0]), 30, "its blocks are free")
     engine.forget()
