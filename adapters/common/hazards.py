@@ -28,16 +28,16 @@ class Pool(Protocol):
 class _Store:
     block_ids: list[int]
     ranks_left: int
-    step: int
+    step: int = 0  # with which it was sent
     cancelled: bool = False
 
 
 class PinnedStores:
     """Stores from their plan until no server can publish what their blocks will hold next; their blocks are pinned so long.
 
-    That is when every rank has reported their end; or `seconds`, which exceed their deadline, after the outputs of their
-    step: every rank that will ever begin a store has begun it by then, and no server publishes one after its deadline. So
-    one whose ranks never answer is forgotten; one whose step never ends is not.
+    That is when every rank has reported their end; or `seconds`, which exceed their deadline, after the outputs of the step with
+    which they were sent: every rank that will ever begin a store has begun it by then, and no server publishes one after its
+    deadline. So one whose ranks never answer is forgotten; one whose step never ends is not.
     """
 
     def __init__(self, pool: Pool, ranks: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -45,26 +45,31 @@ class PinnedStores:
         self._ranks = ranks
         self._seconds = seconds
         self._clock = clock
-        self._stores: dict[int, _Store] = {}  # in the order of their steps
-        self._planned = 0  # steps
-        self._ended = 0
+        self._stores: dict[int, _Store] = {}
+        self._ended = 0  # the last step whose outputs the engine has
         self._forget_at: deque[tuple[float, int]] = deque()  # (when, the stores of steps up to this one)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._stores)
 
     def add(self, store_id: int, block_ids: list[int]) -> None:
-        """Add a store to the step that is being planned."""
+        """A store that is not sent yet."""
         self._pool.pin(block_ids)
-        self._stores[store_id] = _Store(block_ids, self._ranks, self._planned + 1)
+        self._stores[store_id] = _Store(block_ids, self._ranks)
 
-    def planned(self) -> None:
-        """Stores added from now on belong to the next step."""
-        self._planned += 1
+    def sent(self, store_id: int, step: int) -> None:
+        """The store goes to the workers with this step."""
+        self._stores[store_id].step = step
 
-    def step_ended(self) -> None:
-        """The engine has the outputs of the oldest step under way."""
-        self._ended = min(self._ended + 1, self._planned)
+    def drop(self, store_id: int) -> None:
+        """The store will not be sent."""
+        self._forget(store_id)
+
+    def step_ended(self, step: int) -> None:
+        """The engine has the outputs of this step, by its number."""
+        if step <= self._ended:
+            return
+        self._ended = step
         if self._is_awaited():
             self._forget_at.append((self._clock() + self._seconds, self._ended))
         self._forget_late()
@@ -98,13 +103,12 @@ class PinnedStores:
         return self._is_awaited()
 
     def _is_awaited(self) -> bool:
-        oldest = next(iter(self._stores.values()), None)
-        return oldest is not None and oldest.step <= self._ended
+        return any(0 < store.step <= self._ended for store in self._stores.values())
 
     def _forget_late(self) -> None:
         while self._forget_at and self._clock() >= self._forget_at[0][0]:
             _, step = self._forget_at.popleft()
-            for store_id in [i for i, store in self._stores.items() if store.step <= step]:
+            for store_id in [i for i, store in self._stores.items() if 0 < store.step <= step]:
                 self._forget(store_id)
 
     def _forget(self, store_id: int) -> None:

@@ -21,6 +21,7 @@ class StepPlan:
     abort_loads: list[int] = field(default_factory=list)  # their requests have ended
     abort_stores: list[int] = field(default_factory=list)
     idle: bool = False  # nothing is computed in this step
+    step: int = 0  # its number, which the worker's report returns
 
 
 @dataclass
@@ -33,6 +34,7 @@ class StepReport:
     # Loads that failed while the server may still write: their blocks must not be reused yet.
     quarantined: list[tuple[int, list[int]]] = field(default_factory=list)  # (load id, block ids)
     released: list[int] = field(default_factory=list)  # load ids: quarantine is over
+    step: int = 0  # the plan's: an engine may take a step back, so steps are named, never counted
 
     def aggregate(self, other: StepReport) -> StepReport:
         return StepReport(
@@ -41,7 +43,8 @@ class StepReport:
             self.failed_loads + other.failed_loads,
             self.quarantined + other.quarantined,
             self.released + other.released,
+            max(self.step, other.step),
         )
 
     def __bool__(self) -> bool:
-        return bool(self.ended_stores or self.failed_loads or self.quarantined or self.released)
+        return bool(self.step or self.ended_stores or self.failed_loads or self.quarantined or self.released)

@@ -336,7 +336,9 @@ class WorkerHalf:
         seconds, self._seconds = self._seconds, {}
         return seconds
 
-    def take_report(self) -> StepReport | None:
+    def take_report(self, step: int = 0) -> StepReport | None:
+        """What happened since the last call, as the report of this step; None if there is nothing to report."""
+        self._report.step = step
         if not self._report:
             return None
         report, self._report = self._report, StepReport()

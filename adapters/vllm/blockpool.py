@@ -59,6 +59,7 @@ class PoolHook:
         self.clears_awaited = 0  # `clears` when no block holds anything from before the last of these
         self.lost = False  # records were dropped: the daemon needs a full state
         self.kept: set[int] = set()  # blocks that only pins keep: every owner has freed them
+        self.suspects: set[int] = set()  # blocks that may hold KV that was taken back (acceptance.py)
         self._clock = clock
         self._records = array("I")
         self._append = self._records.append
@@ -229,6 +230,8 @@ class PoolHook:
             self._mark(now)
         self._append(_ALLOCATED | block.block_id)
         self.unused = False
+        if self.suspects:
+            self.suspects.discard(block.block_id)
         if self._inner is not None:
             self._inner.on_block_allocated(block)
 

@@ -27,7 +27,7 @@ from kvserver.adapters.common.steps import StepPlan, StepReport
 from kvserver.adapters.common.worker import Rank, WorkerHalf
 from kvserver.adapters.versions import tested_with
 from kvserver.adapters.vllm.facts import engine_facts
-from kvserver.adapters.vllm.nesting import fails_requests, outer_transfer
+from kvserver.adapters.vllm.nesting import fails_requests, has_inexact_siblings, outer_transfer
 from kvserver.adapters.vllm.prom import KVServerPromMetrics
 from kvserver.adapters.vllm.registration import RankRegistration
 from kvserver.adapters.vllm.scheduler import SchedulerHalf
@@ -132,7 +132,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         elif role == KVConnectorRole.WORKER:
             self._off = STARTING
         elif role == KVConnectorRole.SCHEDULER:
-            facts = engine_facts(self._config, self._caches_config)
+            facts = engine_facts(self._config, self._caches_config, has_inexact_siblings(outer))
             link = Link(self._settings.endpoint, "scheduler")
             link.start(self._settings.connect_timeout_ms / 1000)
             self.scheduler = SchedulerHalf(self._settings, link, facts, self.faults)
@@ -254,7 +254,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @fenced(half="worker")
     def build_connector_worker_meta(self, worker: WorkerHalf) -> StepReport | None:
-        return worker.take_report()
+        return worker.take_report(self._plan().step)
 
     # ---- statistics: of either half, and in vLLM's front end ---------------------------------
 
@@ -353,6 +353,8 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, StepReport):
             scheduler.worker_report(report)
+        if connector_output.invalid_block_ids:
+            scheduler.invalid_blocks(set(connector_output.invalid_block_ids))
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))

@@ -28,6 +28,8 @@ class EngineFacts:
     object_groups: tuple[ObjectGroup, ...]
     hash_block_tokens: int
     groups: tuple[KVGroup, ...]
+    block_tokens: tuple[int, ...]  # of each KV cache group
+    inexact_siblings: bool  # another connector may load KV that no engine has computed so
     publishes: bool  # KV events of its own
     holds_back_tail: bool  # a draft model rewrites its KV of the last position
     whole_prompts_only: bool  # the engine cannot prefill after a hit, only decode
@@ -39,7 +41,7 @@ class EngineFacts:
     describe: Callable[[str, str], DescribeScheduler]
 
 
-def engine_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
+def engine_facts(vllm_config: Any, kv_cache_config: Any, inexact_siblings: bool = False) -> EngineFacts:
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     method = str(vllm_config.speculative_config.method or "") if vllm_config.speculative_config is not None else ""
@@ -70,6 +72,8 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
         object_groups=object_groups(vllm_config, kv_cache_config),
         hash_block_tokens=hash_tokens,
         groups=groups,
+        block_tokens=tuple(int(spec.block_size) for spec in specs),
+        inexact_siblings=inexact_siblings,
         publishes=publishes,
         holds_back_tail="eagle" in method or "mtp" in method,
         whole_prompts_only=whole_prompts_only(vllm_config),

@@ -19,6 +19,8 @@ from kvserver.adapters.vllm_plugin import NAME
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 WRAPPERS: tuple[type, ...] = (MultiConnector,)
+# Connectors that bring back the bytes that were computed. Others may convert them (LMCache's serializers lose precision).
+EXACT = (NAME, "MooncakeConnector", "NixlConnector", "OffloadingConnector", "SimpleCPUOffloadConnector")
 
 
 def own_settings(transfer: Any) -> AdapterSettings | None:
@@ -35,6 +37,21 @@ def _find(name: str | None, extra: dict[str, Any]) -> dict[str, Any] | None:
         if found is not None:
             return found
     return None
+
+
+def has_inexact_siblings(outer: Any) -> bool:
+    """Whether a connector beside this one may load KV that no engine has computed so. `outer`: the configuration that vLLM reads."""
+    return any(name not in EXACT for name in _names(outer.kv_connector, outer.kv_connector_extra_config or {}))
+
+
+def _names(name: str | None, extra: dict[str, Any]) -> Iterator[str | None]:
+    """Of all connectors that are no wrappers."""
+    inner = extra.get("connectors")
+    if name == NAME or not inner:
+        yield name
+        return
+    for each in inner:
+        yield from _names(each.get("kv_connector"), each.get("kv_connector_extra_config") or {})
 
 
 def outer_transfer(own: Any) -> Any:

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+ALL_TOKENS = 1 << 62  # more than any request has
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class RequestState(Question):
     request: Request
@@ -36,6 +39,10 @@ class RequestState(Question):
     stored_blocks: int = 0  # single blocks before this one were
     has_prompt_tail: bool = False  # the blocks behind the last chunk of the prompt were
     computed: int = 0  # tokens whose KV its blocks have after the steps planned so far; 0 while it is not scheduled
+    accepted_tokens: int = 0  # of these, after the steps that vLLM has accepted
+    trusted_tokens: int = ALL_TOKENS  # its blocks up to there hold nothing that was taken back
+    asked_tokens: int | None = None  # what vLLM had itself when it last asked for a hit; None: it was placed since
+    own_tokens: int = 0  # what it then loads by this connector
     boundaries: Boundaries | None = None  # None: not known yet in this session
     engine_boundary: int = 0  # tokens at which the engine itself wants the state; 0: none
     tables: Tables = ()  # for vLLM before 0.30
@@ -56,22 +63,26 @@ class Requests(dict[str, RequestState]):
         super().__init__()
         self._faults = faults
 
-    def scheduled(self, output: SchedulerOutput) -> Iterator[tuple[RequestState, int, int]]:
-        """The requests of this step, with the tokens computed before and after it; keeps tables and cursors true."""
+    def scheduled(self, output: SchedulerOutput) -> Iterator[tuple[RequestState, int, int, bool]]:
+        """The requests of this step, with the tokens computed before and after it, and whether all its blocks were named anew.
+
+        Keeps tables and cursors true.
+        """
         scheduled = output.num_scheduled_tokens
         for new in output.scheduled_new_reqs:
             if (state := self.get(new.req_id)) is not None:
                 self._follow_tables(state, new.block_ids, anew=True)
-                yield state, new.num_computed_tokens, new.num_computed_tokens + scheduled[new.req_id]
+                yield state, new.num_computed_tokens, new.num_computed_tokens + scheduled[new.req_id], True
         cached = output.scheduled_cached_reqs
         for request_id, computed, blocks in zip(
             cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
         ):
             if (state := self.get(request_id)) is not None:
-                if request_id in cached.resumed_req_ids:
+                resumed = request_id in cached.resumed_req_ids
+                if resumed:
                     state.stored_chunks = 0
-                self._follow_tables(state, blocks, anew=request_id in cached.resumed_req_ids)
-                yield state, computed, computed + scheduled[request_id]
+                self._follow_tables(state, blocks, anew=resumed)
+                yield state, computed, computed + scheduled[request_id], resumed
 
     def _follow_tables(self, state: RequestState, blocks: Tables | None, anew: bool) -> None:
         """Add `blocks` to the request's tables, or replace them. One missed block shifts all later ones."""

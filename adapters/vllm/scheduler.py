@@ -29,6 +29,7 @@ from kvserver.adapters.common.notices import Notices
 from kvserver.adapters.common.specs import LoadSpec
 from kvserver.adapters.common.speed import PrefillSpeed
 from kvserver.adapters.common.steps import StepPlan, StepReport
+from kvserver.adapters.vllm.acceptance import Acceptance
 from kvserver.adapters.vllm.blockpool import PoolHook
 from kvserver.adapters.vllm.chunks import Chunks, Tables
 from kvserver.adapters.vllm.events import TierEvents
@@ -43,6 +44,7 @@ from kvserver.adapters.vllm.store_plans import StorePlanner
 from kvserver.adapters.vllm.support import rehashes_sessions
 from kvserver.adapters.vllm.variants import Variants
 from kvserver.adapters.vllm.wishes import wishes_of
+from vllm.v1.request import RequestStatus
 
 from kvserver.protocol import HelloReply
 
@@ -56,6 +58,7 @@ log = logging.getLogger("vllm.kvserver")
 
 _IDLE_WAIT_SECONDS = 0.001  # of a pass that schedules nothing, while requests wait for fills
 _REPORT_SECONDS = 1.0  # from a store's deadline until the workers have reported its end
+_NOT_ACCEPTED = (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR)  # ends from outside of a step
 _MOST_KEPT = 16  # stores alone keep a sixteenth of the pool's blocks at most, once the engine may need blocks
 
 P = ParamSpec("P")
@@ -88,7 +91,11 @@ class SchedulerHalf:
         self._pins = PinnedStores(self._pool, facts.world_size, seconds)
         self._ids = ids = itertools.count(1)
         self._failed = FailedLoads()
-        self._stores = StorePlanner(self._chunks, facts, self._variants, self._pins, self._failed, ids, self.counters)
+        self._inexact_siblings = facts.inexact_siblings
+        self._acceptance = Acceptance(self._pins, self._pool.suspects, facts.block_tokens, self.counters)
+        self._stores = StorePlanner(
+            self._chunks, facts, self._variants, self._pins, self._acceptance, ids, self.counters
+        )
         self._loads = LoadPlanner(self._chunks, ids)
         self._quarantine = Quarantine(self._pool)
         self._speed = PrefillSpeed()
@@ -132,6 +139,7 @@ class SchedulerHalf:
             self._sources.asked(request.request_id, local_tokens)
             return 0, False
         state.awaits_blocks = False
+        state.asked_tokens, state.own_tokens = local_tokens, 0
         has_all = self._hits.has_all(state, local_tokens)
         if self._lookups.awaits_fill(state):
             return None, False  # first: many may wait, and vLLM asks about each in each pass
@@ -161,6 +169,8 @@ class SchedulerHalf:
             state.computed = 0  # its blocks are others now, and a load may still have to fill them
         if external_tokens <= 0:
             return
+        if state is not None:
+            state.own_tokens = external_tokens
         loads: list[LoadSpec] = []
         try:
             if state is None:
@@ -194,8 +204,10 @@ class SchedulerHalf:
             self._guarded("a wait for fills", self._dispatcher.wait, _IDLE_WAIT_SECONDS)
         may_store = self._may_store()
         prompt_tokens = 0
-        for state, before, computed in self._requests.scheduled(output):
+        for state, before, computed, anew in self._requests.scheduled(output):
             state.computed = computed
+            self._guarded("what a sibling loaded", self._look_for_siblings, state, before)
+            self._acceptance.scheduled(state, before, computed, anew)
             prompt_tokens += max(0, min(computed, state.request.num_prompt_tokens) - before)
             if may_store and state.wishes.stores and not state.lost:
                 self._guarded("stores of a request", self._stores.plan, state, output, computed)
@@ -207,6 +219,16 @@ class SchedulerHalf:
         self._guarded("question for events", self._announcer.request_events)
         self._guarded("prefill speed", self._speed.planned, prompt_tokens)
 
+    def _look_for_siblings(self, state: RequestState, before: int) -> None:
+        """Another connector of vLLM's MultiConnector has loaded what neither vLLM nor this one had."""
+        asked, state.asked_tokens = state.asked_tokens, None
+        if (
+            self._inexact_siblings
+            and asked is not None
+            and before - asked - state.own_tokens >= self._chunks.block_tokens
+        ):
+            self._acceptance.loaded_by_sibling(state, asked, before)
+
     def _may_store(self) -> bool:
         return (
             self._serves
@@ -216,8 +238,8 @@ class SchedulerHalf:
         )
 
     def step_ended(self) -> None:
-        """vLLM has taken the outputs of the oldest step that was planned."""
-        self._pins.step_ended()
+        """vLLM has processed the outputs of the step that a worker's report named."""
+        self._pins.step_ended(self._acceptance.step_ended())
         self._speed.ended()
 
     def drain_events(self) -> Iterable[KVCacheEvent]:
@@ -226,15 +248,16 @@ class SchedulerHalf:
 
     def take_plan(self, idle: bool) -> StepPlan:
         """The plan, complete or not: a load in it must reach the worker, which alone can end the load."""
-        self._pins.planned()
         plan, self._plan = self._plan, StepPlan()
-        plan.stores = self._stores.take_planned()
+        plan.step, plan.stores = self._acceptance.plan(computes=not idle)
         plan.idle = idle
+        for store in plan.stores:
+            self._failed.store_planned(store, self._stores.copies_of(store))
         return plan
 
-    def _plan_last_stores(self, state: RequestState, tables: Tables) -> None:
+    def _plan_last_stores(self, state: RequestState, tables: Tables, computed: int) -> None:
         if state.wishes.stores and not state.lost and self._may_store():
-            self._stores.plan_last(state, tables)
+            self._stores.plan_last(state, tables, computed)
 
     def _want_state(self, state: RequestState, computed: int) -> None:
         if self._chunks.states and state.wishes.stores and self._dispatcher.usable() is not None:
@@ -245,7 +268,10 @@ class SchedulerHalf:
         most, requests = self._pool.size // _MOST_KEPT, self._requests.values()
         scarce = requests and 2 * self._pool.free < self._pool.size
         if len(self._pool.kept) > most and (scarce or any(state.awaits_blocks for state in requests)):
-            self._plan.abort_stores += self._pins.cancel_beyond(most)
+            self._cancel_stores(self._pins.cancel_beyond(most))
+
+    def _cancel_stores(self, store_ids: Iterable[int]) -> None:
+        self._plan.abort_stores += self._acceptance.drop_stores(store_ids)
 
     @property
     def connected(self) -> bool:
@@ -261,16 +287,16 @@ class SchedulerHalf:
 
     @property
     def has_pending_work(self) -> bool:
-        """Whether an idle engine should step on: a store's end is awaited, or records wait to be sent.
-
-        After a request's end vLLM makes a step in any case, which takes the stores that were planned with it.
-        """
-        return self._pins.awaited or (self.connected and self._notices.has_unsent_records)
+        """Whether an idle engine should step on: stores or records wait to be sent, or a store's end is awaited."""
+        if self._acceptance.has_accepted or self._pins.awaited:
+            return True
+        return self.connected and self._notices.has_unsent_records
 
     # ---- reports of workers -------------------------------------------------------------------
 
     def worker_report(self, report: StepReport) -> None:
         """Process each entry on its own: it is reported once, and a fault in one must not lose another."""
+        self._acceptance.reported(report.step)
         for load_id, block_ids in report.quarantined:
             self._guarded("quarantine", self._quarantined, load_id, block_ids)
         for request_id in report.failed_loads:
@@ -281,6 +307,10 @@ class SchedulerHalf:
             self._guarded("the end of a store", self._pins.ended, store_id)
         for store_id, objects in report.copied:
             self._guarded("the end of a store", self._failed.store_copied, store_id, objects)
+
+    def invalid_blocks(self, block_ids: set[int]) -> None:
+        """vLLM has declared them invalid: they were to be loaded, by any connector, and were not."""
+        self._acceptance.invalid_blocks(block_ids, self._requests.values())
 
     def _quarantined(self, load_id: int, block_ids: list[int]) -> None:
         if self._quarantine.add(load_id, block_ids):
@@ -308,7 +338,11 @@ class SchedulerHalf:
         state = self._requests.pop(request.request_id, None)
         if state is not None:
             self._abort_loads(state)
-            self._guarded("stores of a request", self._plan_last_stores, state, tables)
+            aborted = request.status in _NOT_ACCEPTED
+            if aborted:
+                self._acceptance.drop_request(state)
+            computed = state.accepted_tokens if aborted else state.computed
+            self._guarded("stores of a request", self._plan_last_stores, state, tables, computed)
         prompt = self._sources.ended(request)
         self._promises.ended(request.request_id)
         if state is not None:
@@ -357,7 +391,7 @@ class SchedulerHalf:
             log.warning(
                 "vLLM did not reset the prefix cache, since requests ran; nothing is stored until a reset succeeds"
             )
-        self._plan.abort_stores.extend(self._pins)  # what they read may be of both weights
+        self._cancel_stores(list(self._pins))  # what they read may be of both weights
         for state in self._requests.values():
             self._abort_loads(state)
             self._lookups.drop_question(state)
@@ -392,6 +426,7 @@ class SchedulerHalf:
         self._chunks.resize(hello.chunk_tokens if hello is not None else 0, hello is not None and hello.tails)
         self._stores.begin_session(hello)
         self._failed.begin_session(next(self._ids))
+        self._acceptance.drop_all()
         for state in self._requests.values():
             state.answer = None
             state.store_again()

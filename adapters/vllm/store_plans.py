@@ -1,7 +1,7 @@
 """The stores of each request: which of its chunks and single blocks, read from which blocks, in which step.
 
-Owns: the stores planned for the next step, and the rule which of a request's KV is final; the boundaries whose states it has the
-engine keep. Refuses to know: whether the engine stores at all, loads, and how stores end.
+Owns: the rule which of a request's KV is final; the boundaries whose states it has the engine keep. Refuses to know: whether the
+engine stores at all, loads, when stores are sent (`acceptance`), and how they end.
 
 The blocks of a store are pinned before the store is planned.
 """
@@ -9,13 +9,13 @@ The blocks of a store are pinned before the store is planned.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 from kvserver.adapters.common.boundaries import Boundaries
-from kvserver.adapters.common.failed_loads import FailedLoads
 from kvserver.adapters.common.hazards import PinnedStores
 from kvserver.adapters.common.specs import StoreSpec
+from kvserver.adapters.vllm.acceptance import Acceptance
 from kvserver.adapters.vllm.chunks import Chunks, Offer, Tables
 from kvserver.adapters.vllm.contents import Contents
 from kvserver.adapters.vllm.facts import EngineFacts
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _STORE_TOKENS = 1 << 16  # in one message, which with their contents has less than 1 MiB
+
+Hold: TypeAlias = Callable[[StoreSpec, RequestState, int, Callable[[], None]], None]  # as Acceptance.hold
 
 
 def runs(chunks: Iterable[int], most: int) -> Iterator[range]:
@@ -54,13 +56,12 @@ class StorePlanner:
         facts: EngineFacts,
         variants: Variants,
         pins: PinnedStores,
-        failed: FailedLoads,
+        acceptance: Acceptance,
         ids: Iterator[int],
         counters: Counter[str],
     ) -> None:
-        self.planned: list[StoreSpec] = []
         self._chunks, self._facts, self._variants, self._pins, self._ids = chunks, facts, variants, pins, ids
-        self._failed, self._counters = failed, counters
+        self._acceptance, self._counters = acceptance, counters
         self._contents = Contents(chunks, counters)
         self._sends_contents = False  # with stores, in this session
         self._boundary_interval = 0  # tokens, in this session
@@ -69,13 +70,9 @@ class StorePlanner:
         self._sends_contents = hello is not None and (hello.kv_events or self._facts.publishes)
         self._boundary_interval = hello.boundary_interval if hello is not None else 0
 
-    def take_planned(self) -> list[StoreSpec]:
-        planned, self.planned = self.planned, []
-        return planned
-
     def plan(self, state: RequestState, output: SchedulerOutput, computed: int) -> None:
         """Store the chunks that this step completes, and the blocks behind them where the prompt ends."""
-        confirmed = self._confirmed(state.request, computed)
+        confirmed = min(self._confirmed(state.request, computed), state.trusted_tokens)
         # Not by what is confirmed: the last, partial block of the prompt has no hash.
         prompt_ends = self._chunks.tails and not state.has_prompt_tail and computed >= state.request.num_prompt_tokens
         if state.stored_chunks >= confirmed // self._chunks.tokens and not prompt_ends:
@@ -84,28 +81,30 @@ class StorePlanner:
         confirmed = min(confirmed, *self._chunks.tokens_of(tables))
         if not self._variants.is_current(state.request, state.variant):
             return
-        self._store_chunks(state, tables, offers_of(state, output), confirmed // self._chunks.tokens)
+        hold = self._acceptance.hold
+        self._store_chunks(state, tables, offers_of(state, output), confirmed // self._chunks.tokens, hold)
         if prompt_ends:
-            self._store_tail(state, tables, confirmed)
+            self._store_tail(state, tables, confirmed, hold)
             state.has_prompt_tail = True
 
-    def plan_last(self, state: RequestState, tables: Tables) -> None:
+    def plan_last(self, state: RequestState, tables: Tables, computed: int) -> None:
         """Store what a request that ends has beyond its last store: the next turn of a chat begins with it.
 
         The KV of its last token may not be computed.
         """
         request = state.request
-        if not self._chunks.tails or not state.computed:
+        if not self._chunks.tails or not computed:
             return
-        confirmed = self._confirmed(request, min(state.computed, request.num_tokens - 1 - self._facts.holds_back_tail))
-        confirmed = min(confirmed, *self._chunks.tokens_of(tables))
+        confirmed = self._confirmed(request, min(computed, request.num_tokens - 1 - self._facts.holds_back_tail))
+        confirmed = min(confirmed, state.trusted_tokens, *self._chunks.tokens_of(tables))
         if confirmed // self._chunks.block_tokens > state.stored_blocks and self._variants.is_current(
             state.request, state.variant
         ):
-            self._store_chunks(state, tables, (), confirmed // self._chunks.tokens)
-            self._store_tail(state, tables, confirmed)
+            hold = self._acceptance.hold_ended
+            self._store_chunks(state, tables, (), confirmed // self._chunks.tokens, hold)
+            self._store_tail(state, tables, confirmed, hold)
 
-    def _store_chunks(self, state: RequestState, tables: Tables, offers: Sequence[Offer], end: int) -> None:
+    def _store_chunks(self, state: RequestState, tables: Tables, offers: Sequence[Offer], end: int, hold: Hold) -> None:
         first = state.stored_chunks
         if first >= end:
             return
@@ -118,12 +117,12 @@ class StorePlanner:
             most = max(1, min(MAX_CHUNKS, _STORE_TOKENS // self._chunks.tokens))
             dropped = boundaries.superseded(group, end, self._chunks.tokens)
             for chunks in runs(whole, most):
-                self._add_chunks(state, number, chunks, tables, dropped)
+                self._add_chunks(state, number, chunks, tables, dropped, hold)
         boundaries.passed(end)
         state.stored_chunks = end
         state.stored_blocks = max(state.stored_blocks, end * self._chunks.blocks)
 
-    def _store_tail(self, state: RequestState, tables: Tables, tokens: int) -> None:
+    def _store_tail(self, state: RequestState, tables: Tables, tokens: int, hold: Hold) -> None:
         """The single blocks behind the last chunk, but for those that are stored."""
         request, chunks = state.request, tokens // self._chunks.tokens
         tail = self._chunks.tail(request, chunks, tokens)
@@ -147,7 +146,8 @@ class StorePlanner:
                 first_chunk=tail.start,
                 after=self._chunks.keys(request, range(chunks - 1, chunks)) if chunks else None,
             )
-            self._add_store(store, block_ids)
+            self._pins.add(store.copy_id, block_ids)
+            hold(store, state, tail.stop * self._chunks.block_tokens, self._undo(state, chunks, tail.start))
         state.stored_blocks = tail.stop
 
     def want_state(self, state: RequestState, computed: int) -> None:
@@ -182,7 +182,7 @@ class StorePlanner:
         return tokens
 
     def _add_chunks(
-        self, state: RequestState, group: int, chunks: range, tables: Tables, dropped: Sequence[int]
+        self, state: RequestState, group: int, chunks: range, tables: Tables, dropped: Sequence[int], hold: Hold
     ) -> None:
         block_ids = self._chunks.blocks_of(group, tables, chunks)
         described = self._sends_contents and group == 0
@@ -199,11 +199,22 @@ class StorePlanner:
             first_chunk=chunks.start,
             dropped=self._chunks.keys(state.request, dropped),
         )
-        self._add_store(store, block_ids)
-
-    def _add_store(self, store: StoreSpec, block_ids: list[int]) -> None:
-        """First pinned, then planned: no store may read blocks that are not pinned."""
         self._pins.add(store.copy_id, block_ids)
-        self.planned.append(store)
+        undo = self._undo(state, chunks.start, chunks.start * self._chunks.blocks)
+        hold(store, state, chunks.stop * self._chunks.tokens, undo)
+
+    @staticmethod
+    def _undo(state: RequestState, chunks: int, blocks: int) -> Callable[[], None]:
+        """What makes the request store anew from these first chunks and single blocks on: a store of it was dropped."""
+
+        def undo() -> None:
+            state.stored_chunks = min(state.stored_chunks, chunks)
+            state.stored_blocks = min(state.stored_blocks, blocks)
+            state.has_prompt_tail, state.boundaries = False, None
+
+        return undo
+
+    def copies_of(self, store: StoreSpec) -> int:
+        """How many ranks copy each of its objects."""
         group = self._chunks.groups[store.group % len(self._chunks.groups)]
-        self._failed.store_planned(store, 1 if group.replicated else self._facts.world_size)
+        return 1 if group.replicated else self._facts.world_size

@@ -42,6 +42,7 @@ class Row:
     numbers: list[int] = field(default_factory=list)  # KV numbers of the tokens
     drafts: list[int] = field(default_factory=list)
     state_at: int = 0  # tokens whose state its running blocks hold
+    prompt_tokens: int = 0
 
     @property
     def blocks(self) -> list[int]:
@@ -247,9 +248,14 @@ class Batch:
             assert new.prompt_token_ids is not None
             tokens = list(new.prefill_token_ids or new.prompt_token_ids)
             self.rows[new.req_id] = self._begin(tokens, new.block_ids, new.num_computed_tokens)
+            self.rows[new.req_id].prompt_tokens = len(new.prompt_token_ids)
         cached = output.scheduled_cached_reqs
-        for name, computed, blocks in zip(
-            cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
+        for name, computed, blocks, outputs in zip(
+            cached.req_ids,
+            cached.num_computed_tokens,
+            cached.new_block_ids,
+            cached.num_output_tokens,
+            strict=True,
         ):
             row = self.rows[name]
             if name in cached.resumed_req_ids:
@@ -259,6 +265,9 @@ class Batch:
             else:
                 for table, more in zip(row.tables, blocks or [[]] * len(row.tables), strict=True):
                     table += more
+                if computed < row.computed:  # vLLM took steps back
+                    del row.tokens[row.prompt_tokens + outputs :], row.numbers[computed:]
+                    row.computed = row.state_at = computed
                 # Under async scheduling the scheduler counts drafts as if all were accepted.
                 assert row.computed <= computed if self._drafts else row.computed == computed
 

@@ -68,9 +68,9 @@ def test_stores_without_an_end_are_cancelled_once_for_their_blocks_and_the_engin
 def test_a_store_is_forgotten_some_time_after_its_step(pool, clock):
     stores = PinnedStores(pool, ranks=2, seconds=11.0, clock=clock)
     stores.add(1, [3, 4])
-    stores.planned()
+    stores.sent(1, 7)
     clock.now += 60  # a slow first step: the workers begin the store when it was computed
-    stores.step_ended()
+    stores.step_ended(7)
     stores.ended(1)
     assert stores.awaited
     clock.now += 10.9
@@ -85,11 +85,11 @@ def test_a_store_is_forgotten_some_time_after_its_step(pool, clock):
 
 def test_a_store_whose_ranks_never_answer_is_forgotten_and_costs_nothing(pool, clock):
     stores = PinnedStores(pool, ranks=2, seconds=11.0, clock=clock)
-    for store_id in range(1000):
+    for store_id in range(1, 1001):
         stores.add(store_id, [3, 4])
-        stores.planned()
+        stores.sent(store_id, store_id)
         stores.ended(store_id)
-        stores.step_ended()
+        stores.step_ended(store_id)
         clock.now += 1
         assert pool[3] == pool[4] <= 12
     clock.now += 11
@@ -101,24 +101,23 @@ def test_a_store_whose_ranks_never_answer_is_forgotten_and_costs_nothing(pool, c
 def test_a_store_whose_step_never_ends_is_kept(pool, clock):
     """Some rank may begin it yet."""
     stores = PinnedStores(pool, ranks=1, seconds=11.0, clock=clock)
-    stores.planned()  # a step without stores, whose outputs come
     stores.add(1, [3, 4])
-    stores.planned()
-    stores.step_ended()
+    stores.sent(1, 2)
+    stores.step_ended(1)
     clock.now += 3600
     assert not stores.awaited, "an engine with a step under way goes on by itself"
     assert pool.kept == {3, 4}
 
 
-def test_ends_of_steps_that_were_not_planned_do_not_count(pool, clock):
+def test_a_store_that_was_not_sent_is_kept_until_it_is_dropped(pool, clock):
     stores = PinnedStores(pool, ranks=1, seconds=11.0, clock=clock)
-    for _ in range(3):
-        stores.step_ended()
     stores.add(1, [3, 4])
-    stores.planned()
+    stores.step_ended(5)
     clock.now += 3600
-    assert not stores.awaited
+    assert not stores.awaited, "nothing of it is under way"
     assert pool.kept == {3, 4}
+    stores.drop(1)
+    assert pool.kept == set()
 
 
 def pipeline_with_drafts(config, caches):

@@ -1,0 +1,209 @@
+"""Stores that wait until vLLM has accepted the step that computed their KV.
+
+vLLM takes steps back. It may find after a step that a sibling's synchronous load had failed, so that all behind it is garbage; a step's
+output may raise, and then vLLM never processes the step; a request may be preempted or aborted while its step is under way. **The rule: a
+chunk may be found only once every step that computed any token of its prefix was accepted.** So a store is planned with the step that
+completes its KV, held, and sent with the first step that is planned after that one was accepted.
+
+Steps are named by a number that the plan carries and the workers' report returns. They are never counted: vLLM drops a step before
+it raises, and goes on with the next one.
+
+Owns: the steps under way and the stores held for each; which blocks hold KV that was taken back (`suspects`), and for each request up to which
+token its blocks are known to hold none (`RequestState.trusted_tokens`). Refuses to know: which KV is to be stored, and how.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kvserver.adapters.common.hazards import PinnedStores
+from kvserver.adapters.common.specs import StoreSpec, ids_of
+from kvserver.adapters.common.steps import NULL_BLOCK
+from kvserver.adapters.vllm.chunks import Tables
+from kvserver.adapters.vllm.requests import ALL_TOKENS, RequestState
+
+
+@dataclass(slots=True)
+class _Held:
+    store: StoreSpec
+    state: RequestState
+    end_tokens: int  # of the request, up to which the store's last object reaches
+    undo: Callable[[], None]  # the request may store it again
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step that computes something."""
+
+    stores: list[_Held] = field(default_factory=list)
+    requests: list[tuple[RequestState, int, int]] = field(default_factory=list)  # tokens computed before and after it
+
+
+class Acceptance:
+    """`block_tokens` of each KV cache group. A store is pinned before it is held here, and unpinned if it is dropped.
+
+    `suspects` is the pool's: a block that it allocates again is none.
+    """
+
+    def __init__(
+        self, pins: PinnedStores, suspects: set[int], block_tokens: Sequence[int], counters: Counter[str]
+    ) -> None:
+        self.suspects = suspects
+        self._pins, self._block_tokens, self._counters = pins, block_tokens, counters
+        self._planning = _Step()
+        self._under_way: dict[int, _Step] = {}  # by number, the oldest first
+        self._accepted: list[_Held] = []  # not sent yet
+        self._step = 0  # the last one that was planned
+        self._reported = 0
+
+    # ---- a step is planned ----------------------------------------------------------------------
+
+    def scheduled(self, state: RequestState, before: int, after: int, anew: bool) -> None:
+        """The step computes tokens [before, after) of this request; `anew`: its blocks before them were found or loaded."""
+        if anew:
+            state.trusted_tokens = self._first_suspect(state.tables, before) if self.suspects else ALL_TOKENS
+        elif before <= state.trusted_tokens:
+            state.trusted_tokens = ALL_TOKENS  # it is computed anew from there on
+        self._planning.requests.append((state, before, after))
+
+    def loaded_by_sibling(self, state: RequestState, first: int, end: int) -> None:
+        """Another connector, which may not be exact, loaded tokens [first, end): they are not to be stored, nor what lies behind."""
+        for tokens, table in zip(self._block_tokens, state.tables, strict=False):
+            self._suspect(table[first // tokens : -(-end // tokens)])
+
+    def hold(self, store: StoreSpec, state: RequestState, end_tokens: int, undo: Callable[[], None]) -> None:
+        """Until the step that is being planned was accepted."""
+        self._planning.stores.append(_Held(store, state, end_tokens, undo))
+
+    def hold_ended(self, store: StoreSpec, state: RequestState, end_tokens: int, undo: Callable[[], None]) -> None:
+        """Of a request that ends: until the step was accepted whose outputs are being processed, if there is one.
+
+        REQUIRES: no later step computed KV of the store.
+        """
+        oldest = next(iter(self._under_way.values()), None)
+        held = self._accepted if oldest is None else oldest.stores
+        held.append(_Held(store, state, end_tokens, undo))
+
+    def plan(self, computes: bool) -> tuple[int, list[StoreSpec]]:
+        """End the step that is being planned: its number, and the stores that go with it."""
+        self._step += 1
+        step, self._planning = self._planning, _Step()
+        accepted, self._accepted = self._accepted, []
+        if computes:
+            self._under_way[self._step] = step
+        for held in accepted:
+            self._pins.sent(held.store.copy_id, self._step)
+        return self._step, [held.store for held in accepted]
+
+    @property
+    def has_accepted(self) -> bool:
+        """Whether a step should be made for stores that may be sent."""
+        return bool(self._accepted)
+
+    # ---- a step ends ----------------------------------------------------------------------------
+
+    def reported(self, step: int) -> None:
+        """The outputs that vLLM processes are this step's."""
+        self._reported = max(self._reported, step)
+
+    def invalid_blocks(self, block_ids: set[int], requests: Iterable[RequestState]) -> None:
+        """vLLM declares these blocks, which were to be loaded, invalid. What was computed behind them is garbage as well.
+
+        vLLM has one KV cache group then. A request that only shares such a block goes on behind it; of that nothing is stored.
+        """
+        self.suspects |= block_ids
+        for state in {id(each): each for each in [*requests, *self._requests_under_way()]}.values():
+            for tokens, table in zip(self._block_tokens, state.tables, strict=False):
+                place = next((i for i, block in enumerate(table) if block in block_ids), None)
+                if place is not None:
+                    state.trusted_tokens = min(state.trusted_tokens, place * tokens)
+                    self._suspect(table[place:])
+
+    def step_ended(self) -> int:
+        """vLLM has processed the outputs of the step that was reported last: accept what it computed. The step's number."""
+        for number in [n for n in self._under_way if n < self._reported]:
+            self._drop_step(number)
+        for step in self._under_way.values():
+            step.stores = [held for held in step.stores if self._still_computed(held)]
+        if (step := self._under_way.pop(self._reported, None)) is not None:
+            for state, _, after in step.requests:
+                state.accepted_tokens = min(after, state.request.num_computed_tokens, state.trusted_tokens)
+            for held in step.stores:
+                self.suspects.difference_update(ids_of(held.store))
+            self._accepted += step.stores
+        return self._reported
+
+    def _still_computed(self, held: _Held) -> bool:
+        """Whether vLLM has not taken the request back behind the store's end; else it is dropped."""
+        if held.end_tokens <= min(held.state.request.num_computed_tokens, held.state.trusted_tokens):
+            return True
+        self._drop(held)
+        return False
+
+    def _drop_step(self, number: int) -> None:
+        """vLLM never processed its outputs: nothing is known of what it wrote into blocks, nor of what later steps computed upon that."""
+        requests = self._requests_from(number)
+        for state, before, _ in requests:
+            for tokens, table in zip(self._block_tokens, state.tables, strict=False):
+                self._suspect(table[before // tokens :])
+        for state, _, _ in requests:
+            state.trusted_tokens = min(state.trusted_tokens, self._first_suspect(state.tables))
+        for held in self._under_way.pop(number).stores:
+            self._drop(held)
+
+    def _requests_from(self, number: int) -> list[tuple[RequestState, int, int]]:
+        return [each for n, step in self._under_way.items() if n >= number for each in step.requests]
+
+    def _requests_under_way(self) -> list[RequestState]:
+        """Also those that have ended meanwhile."""
+        return [state for state, _, _ in self._requests_from(0)]
+
+    # ---- what is taken back ----------------------------------------------------------------------
+
+    def drop_request(self, state: RequestState) -> None:
+        """It was aborted, or has failed: what steps under way compute of it is not accepted."""
+        self._drop_where(lambda held: held.state is state, [step.stores for step in self._under_way.values()])
+
+    def drop_stores(self, store_ids: Iterable[int]) -> list[int]:
+        """Drop those of these stores that were not sent; the others, which the workers have to cancel."""
+        wanted = set(store_ids)
+        here: list[int] = []
+
+        def is_wanted(held: _Held) -> bool:
+            if held.store.copy_id in wanted:
+                here.append(held.store.copy_id)
+            return held.store.copy_id in wanted
+
+        self._drop_where(is_wanted, self._everywhere())
+        return sorted(wanted.difference(here))
+
+    def drop_all(self) -> None:
+        self._drop_where(lambda held: True, self._everywhere())
+
+    def _everywhere(self) -> list[list[_Held]]:
+        return [self._accepted, self._planning.stores, *(step.stores for step in self._under_way.values())]
+
+    def _drop_where(self, condition: Callable[[_Held], bool], lists: list[list[_Held]]) -> None:
+        for stores in lists:
+            for held in [each for each in stores if condition(each)]:
+                stores.remove(held)
+                self._drop(held)
+
+    def _drop(self, held: _Held) -> None:
+        self._counters["dropped_stores"] += 1
+        held.undo()
+        self._pins.drop(held.store.copy_id)
+
+    def _suspect(self, blocks: Iterable[int]) -> None:
+        self.suspects.update(block for block in blocks if block != NULL_BLOCK)
+
+    def _first_suspect(self, tables: Tables, before: int = ALL_TOKENS) -> int:
+        """Tokens in front of the first suspect block among those that hold the first `before` tokens."""
+        first = ALL_TOKENS
+        for tokens, table in zip(self._block_tokens, tables, strict=False):
+            place = next((i for i, block in enumerate(table[: -(-before // tokens)]) if block in self.suspects), None)
+            if place is not None:
+                first = min(first, place * tokens)
+        return first
