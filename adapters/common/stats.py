@@ -37,6 +37,7 @@ COUNTERS = {
     "store_bytes": "Bytes stored in kvserver, by all ranks, without chunks that were already stored.",
     "store_failures": "Stores that did not complete, by all ranks.",
     "cancelled_stores": "Stores that were cancelled since the engine needed the blocks or its weights may have changed, by all ranks.",
+    "dropped_stores": "Stores that were never sent: the step that computed their KV was taken back, or was not accepted before the request was aborted.",
     "unsent": "Loads, stores and notices that could not be sent to kvserver: no connection, or its queue was full.",
 }
 TIMES = {

@@ -63,6 +63,7 @@ class Acceptance:
     def scheduled(self, state: RequestState, before: int, after: int, anew: bool) -> None:
         """The step computes tokens [before, after) of this request; `anew`: its blocks before them were found or loaded."""
         if anew:
+            state.accepted_tokens = 0
             state.trusted_tokens = self._first_suspect(state.tables, before) if self.suspects else ALL_TOKENS
         elif before <= state.trusted_tokens:
             state.trusted_tokens = ALL_TOKENS  # it is computed anew from there on

@@ -166,7 +166,7 @@ class SchedulerHalf:
         state = self._requests.get(request.request_id)
         if state is not None:
             state.admitted, state.awaits_blocks = True, False
-            state.computed = 0  # its blocks are others now, and a load may still have to fill them
+            state.computed = state.accepted_tokens = 0  # its blocks are others now, and a load may still have to fill them
         if external_tokens <= 0:
             return
         if state is not None:
@@ -206,7 +206,7 @@ class SchedulerHalf:
         prompt_tokens = 0
         for state, before, computed, anew in self._requests.scheduled(output):
             state.computed = computed
-            self._guarded("what a sibling loaded", self._look_for_siblings, state, before)
+            self._look_for_siblings(state, before)
             self._acceptance.scheduled(state, before, computed, anew)
             prompt_tokens += max(0, min(computed, state.request.num_prompt_tokens) - before)
             if may_store and state.wishes.stores and not state.lost:

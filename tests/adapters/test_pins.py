@@ -69,7 +69,7 @@ def begin_late_store(engine: Engine, daemon: Daemon) -> set[int]:
     """Serve a request whose store a stopped daemon has not received when the request is over; the blocks that the store reads."""
     freeze_at_store(engine, daemon)
     first = engine.add("first", FIRST, count=1)
-    engine.run(until=lambda: first.finish_reason is not None)
+    engine.run(until=lambda: first.finish_reason is not None and bool(engine.stores))
     assert first.right
     return {block for store in engine.stores for block in ids_of(store)}
 
@@ -242,7 +242,7 @@ def test_a_load_into_blocks_that_a_store_keeps_waits_for_the_cancel_of_the_store
     engine = make_engine(daemon, num_blocks=23)
     with daemon.paused_copies():
         first = engine.add("first", FIRST, count=1)
-        engine.run(until=lambda: first.finish_reason is not None)
+        engine.run(until=lambda: first.finish_reason is not None and bool(engine.stores))
         assert engine.connector.has_pending_push_work()
         other = engine.add("other", OTHER, count=3)
         engine.run(until=lambda: bool(engine.loads))
