@@ -14,9 +14,13 @@ from support.worker import Worker
 
 pytest_plugins = ["support.skips"]
 
-# Files with few tests that take long: they begin first, or one lane of `make test-core` would end long after the others.
+# Files with few tests that take long: they begin first, or one lane would end long after the others.
 LONG = (
     "model/test_random_walk.py",
+    "vllm/test_vllm_groups.py",
+    "vllm/test_vllm_outputs.py",
+    "vllm/test_vllm_failures.py",
+    "vllm/test_vllm_windows.py",
     "unit/l2/test_remote_faults.py",
     "daemon/test_packages.py",
     "native/test_gpu_benchmark.py",

@@ -119,8 +119,9 @@ class Engine:
         if not self._ready:
             reply = self._next_reply(START_SECONDS)
             assert reply.get("ready"), f"{reply}\n{self.tail()}"
-            runs = (reply["runner"], reply["asynchronous"])
-            assert runs == (self.runner, self.runner == "v2"), f"{runs}\n{self.tail()}"
+            if (runs := (reply["runner"], reply["asynchronous"])) != (self.runner, self.runner == "v2"):
+                self.kill()
+                raise AssertionError(f"(runner, asynchronous) is {runs}, not as {self.runner}\n{self.tail()}")
             self._ready = True
         return self
 

@@ -89,6 +89,7 @@ class Server:
         while True:
             with contextlib.suppress(OSError):
                 self._get("/health")
+                assert (runner_v2.CHECKED in self.log.read_text()) == (runner_v2.DEFAULT == "v2"), self.tail()
                 return self
             assert self.process.poll() is None, self.tail()
             assert time.monotonic() < deadline, self.tail()

@@ -13,6 +13,7 @@ from pathlib import Path
 
 FOLDER = Path(sys.prefix) / "runner_v2"  # of `make`
 RUNNERS = ("v1", "v2")
+CHECKED = "runner_v2: this engine has model runner V2 with asynchronous scheduling"  # in its log
 DEFAULT = os.environ.get("KVSERVER_TEST_RUNNER", "v2")
 
 

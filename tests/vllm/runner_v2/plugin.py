@@ -7,6 +7,7 @@ for each launch of a kernel and each call of a function in one, and looks for ov
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,7 +16,12 @@ from typing import Any
 import triton.language as language
 from triton.runtime import interpreter
 from vllm.platforms.cpu import CpuPlatform
-from vllm.v1.engine.core import EngineCore
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from runner_v2 import CHECKED
+
+log = logging.getLogger("vllm.runner_v2")
 
 
 class AnotherWorker(Exception):
@@ -26,7 +32,8 @@ def install() -> None:
     if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "1":
         return
     _quicken()
-    EngineCore.__init__ = _checked(EngineCore.__init__)
+    # The engine's process loads plugins while it constructs its EngineCore, so that is too late to wrap.
+    Scheduler.__init__ = _checked(Scheduler.__init__)
     CpuPlatform.check_and_update_config = _asynchronous(CpuPlatform.check_and_update_config)
 
 
@@ -53,10 +60,11 @@ def _asynchronous(update: Any) -> Any:
 
 def _checked(construct: Any) -> Any:
     @functools.wraps(construct)
-    def __init__(self: EngineCore, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        runner, scheduling = vllm_config.use_v2_model_runner, vllm_config.scheduler_config.async_scheduling
-        if (runner, scheduling) != (True, True):
-            raise AnotherWorker(f"model runner V2: {runner}, asynchronous scheduling: {scheduling}")
-        construct(self, vllm_config, *args, **kwargs)
+    def __init__(self: Scheduler, *args: Any, **kwargs: Any) -> None:
+        construct(self, *args, **kwargs)
+        runner, scheduling = self.vllm_config.use_v2_model_runner, self.vllm_config.scheduler_config.async_scheduling
+        if (runner, scheduling, isinstance(self, AsyncScheduler)) != (True, True, True):
+            raise AnotherWorker(f"model runner V2: {runner}, asynchronous scheduling: {scheduling}, {type(self)}")
+        log.info(CHECKED)
 
     return __init__
