@@ -58,12 +58,13 @@ class PinnedStores:
         self._stores[store_id] = _Store(block_ids, self._ranks)
 
     def sent(self, store_id: int, step: int) -> None:
-        """The store goes to the workers with this step."""
+        """The store is to go to the workers with this step."""
         self._stores[store_id].step = step
 
     def drop(self, store_id: int) -> None:
         """The store will not be sent."""
-        self._forget(store_id)
+        if store_id in self._stores:
+            self._forget(store_id)
 
     def step_ended(self, step: int) -> None:
         """The engine has the outputs of this step, by its number."""

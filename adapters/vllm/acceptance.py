@@ -83,9 +83,11 @@ class Acceptance:
 
         REQUIRES: no later step computed KV of the store.
         """
-        oldest = next(iter(self._under_way.values()), None)
-        held = self._accepted if oldest is None else oldest.stores
-        held.append(_Held(store, state, end_tokens, undo))
+        held = _Held(store, state, end_tokens, undo)
+        if self._under_way:
+            next(iter(self._under_way.values())).stores.append(held)
+        else:
+            self._accept(held)
 
     def plan(self, computes: bool) -> tuple[int, list[StoreSpec]]:
         """End the step that is being planned: its number, and the stores that go with it."""
@@ -94,8 +96,6 @@ class Acceptance:
         accepted, self._accepted = self._accepted, []
         if computes:
             self._under_way[self._step] = step
-        for held in accepted:
-            self._pins.sent(held.store.copy_id, self._step)
         return self._step, [held.store for held in accepted]
 
     @property
@@ -133,8 +133,13 @@ class Acceptance:
                 state.accepted_tokens = min(after, state.request.num_computed_tokens, state.trusted_tokens)
             for held in step.stores:
                 self.suspects.difference_update(ids_of(held.store))
-            self._accepted += step.stores
+                self._accept(held)
         return self._reported
+
+    def _accept(self, held: _Held) -> None:
+        """It goes out with the next step; should that step's plan be lost, its pins still end some time after the step."""
+        self._accepted.append(held)
+        self._pins.sent(held.store.copy_id, self._step + 1)
 
     def _still_computed(self, held: _Held) -> bool:
         """Whether vLLM has not taken the request back behind the store's end; else it is dropped."""

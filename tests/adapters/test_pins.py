@@ -242,8 +242,9 @@ def test_a_load_into_blocks_that_a_store_keeps_waits_for_the_cancel_of_the_store
     engine = make_engine(daemon, num_blocks=23)
     with daemon.paused_copies():
         first = engine.add("first", FIRST, count=1)
-        engine.run(until=lambda: first.finish_reason is not None and bool(engine.stores))
-        assert engine.connector.has_pending_push_work()
+        engine.run(
+            until=lambda: bool(first.finish_reason and engine.stores) and engine.connector.has_pending_push_work()
+        )
         other = engine.add("other", OTHER, count=3)
         engine.run(until=lambda: bool(engine.loads))
     engine.run()

@@ -14,6 +14,7 @@ from kvserver.adapters.common.send_queue import DirectSendQueue
 from kvserver.adapters.common.specs import StoreSpec
 from kvserver.adapters.common.steps import StepReport
 from kvserver.adapters.common.worker import WorkerHalf
+from kvserver.adapters.vllm.acceptance import Acceptance
 from kvserver.adapters.vllm.blockpool import PoolHook
 from kvserver.adapters.vllm.scheduler import SchedulerHalf
 from made_up_model import prompt
@@ -42,7 +43,9 @@ def test_a_fault_in_one_cancel_does_not_skip_the_others(make_daemon, make_engine
 
     with daemon.paused_copies():
         answers = [engine.add(f"r{i}", prompt(i, 2 * CHUNK), count=1) for i in range(2)]
-        engine.run(until=lambda: all(answer.finish_reason is not None for answer in answers) and len(engine.stores) == 2)
+        engine.run(
+            until=lambda: all(answer.finish_reason is not None for answer in answers) and len(engine.stores) == 2
+        )
         monkeypatch.setattr(Copy, "cancel", first_fails)
         other = engine.add("other", OTHER, count=3)
         engine.run(until=lambda: other.finish_reason is not None)
@@ -67,7 +70,7 @@ def test_a_store_that_a_fault_kept_from_its_plan_leaves_no_pin(make_daemon, make
 def test_pins_of_a_plan_that_was_lost_end_with_the_next(make_daemon, make_engine, monkeypatch):
     daemon = make_daemon()
     engine = make_engine(daemon, may_fail=True)
-    monkeypatch.setattr(PinnedStores, "sent", faulty)
+    monkeypatch.setattr(Acceptance, "plan", faulty)
     first = engine.add("first", FIRST, count=5)
     engine.run(until=lambda: engine.errors() != {})
     monkeypatch.undo()

@@ -14,6 +14,7 @@ from support.daemon import wait_until
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_kv_cache_block_sizes
 from vllm.v1.request import Request
 
@@ -44,6 +45,7 @@ def make_scheduler(model_folder):
         config, caches = configure(model_folder, endpoint, adjust=two_coarse_groups)
         assert resolve_kv_cache_block_sizes(caches, config) == (GROUP_BLOCK, UNIT), "as the engine hashes"
         made.append(KVServerConnector(config, KVConnectorRole.SCHEDULER, caches))
+        made[-1].bind_gpu_block_pool(BlockPool(num_gpu_blocks=9, enable_caching=True, hash_block_size=UNIT))
         return made[-1]
 
     yield make
