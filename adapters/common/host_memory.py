@@ -1,29 +1,44 @@
-"""CPU memory: storages move into shared memory in place, and are shared by descriptors.
+"""CPU memory: storages in shared memory, handed over by descriptors.
 
-Owns: the check that /dev/shm has space for them. Refuses to know: planes, sockets.
+An engine knows the addresses of its KV cache before it registers: model runners capture them. So the memory is shared from its allocation
+on (`shared_allocation`). A storage that is not is moved only where the engine is known to capture nothing.
+
+Owns: the allocation, and the check that /dev/shm has space. Refuses to know: planes, sockets.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from kvserver.adapters.common.exporter import CannotShare, Exported, Window
+from torch.overrides import TorchFunctionMode
 
 from kvserver.protocol import SharedFd
+
+log = logging.getLogger("vllm.kvserver")
 
 SHM = "/dev/shm"
 _SPARE_BYTES = 1 << 20
 
 
 class HostMemory:
-    def __init__(self, storages: Sequence[torch.UntypedStorage]) -> None:
+    def __init__(self, storages: Sequence[torch.UntypedStorage], may_move: bool = True) -> None:
         self.windows = [Window(s.data_ptr(), s.data_ptr(), s.nbytes()) for s in storages]
         self._storages = storages
+        if not may_move and not all(storage.is_shared() for storage in storages):
+            raise CannotShare(
+                "the KV cache was not allocated in shared memory, and the engine knows its addresses already: "
+                "another connector allocates it, or " + _no_room(sum(s.nbytes() for s in storages))
+            )
 
     def export(self) -> Exported:
-        _check_room(sum(s.nbytes() for s in self._storages if not s.is_shared()))
+        missing = sum(s.nbytes() for s in self._storages if not s.is_shared())
+        if not _has_room(missing):
+            raise CannotShare(_no_room(missing))
         exported = Exported([], [])
         for index, storage in enumerate(self._storages):
             fd, size = storage._share_fd_cpu_()
@@ -32,12 +47,43 @@ class HostMemory:
         return exported
 
 
-def _check_room(size: int) -> None:
+class shared_allocation(TorchFunctionMode):  # a context manager, as torch's own are named
+    """Within it `torch.zeros(bytes, dtype=torch.int8, device="cpu")` allocates shared memory, while /dev/shm has space."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if (
+            func is torch.zeros
+            and kwargs.get("dtype") is torch.int8
+            and torch.device(kwargs.get("device") or "cpu").type == "cpu"
+            and len(args) == 1
+            and isinstance(args[0], int)
+        ):
+            try:
+                return _shared_zeros(args[0])
+            except Exception:  # the engine has its memory all the same; registration states why it cannot be shared
+                log.exception("kvserver: no shared memory for the KV cache")
+        return func(*args, **kwargs)
+
+
+def _shared_zeros(size: int) -> torch.Tensor:
+    """OSError if /dev/shm has no space: writing past the end of a full tmpfs would kill the process later."""
+    storage = torch.UntypedStorage._new_shared(size, device="cpu")
+    fd, _ = storage._share_fd_cpu_()
+    os.posix_fallocate(fd, 0, size)
+    with torch._C.DisableTorchFunction():
+        return torch.empty(0, dtype=torch.int8).set_(storage, 0, (size,), (1,))
+
+
+def _has_room(size: int) -> bool:
     """Writing past the end of a full tmpfs kills the process, so look first."""
     stat = os.statvfs(SHM)
-    free = stat.f_bavail * stat.f_frsize
-    if size + _SPARE_BYTES > free:
-        raise CannotShare(
-            f"{SHM} has {free} bytes free and the KV cache needs {size}; enlarge it "
-            "(docker: --shm-size or --ipc=host, Kubernetes: an emptyDir of medium Memory)"
-        )
+    return size + _SPARE_BYTES <= stat.f_bavail * stat.f_frsize
+
+
+def _no_room(size: int) -> str:
+    stat = os.statvfs(SHM)
+    return (
+        f"{SHM} has {stat.f_bavail * stat.f_frsize} bytes free and the KV cache needs {size}; enlarge it "
+        "(docker: --shm-size or --ipc=host, Kubernetes: an emptyDir of medium Memory)"
+    )

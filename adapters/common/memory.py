@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import torch
@@ -37,15 +38,15 @@ class SharedCaches:
     layout: str
 
 
-def exporter_for(devices: Iterable[torch.device]) -> MakeExporter:
-    """How memory on these devices is shared. CannotShare unless it is all of one kind."""
+def exporter_for(devices: Iterable[torch.device], may_move: bool = True) -> MakeExporter:
+    """How memory on these devices is shared. CannotShare unless it is all of one kind. `may_move` CPU memory."""
     distinct = sorted({str(device) for device in devices})
     if len(distinct) != 1:
         raise CannotShare(f"the KV cache of one worker lies on several devices: {' and '.join(distinct)}")
     kind = distinct[0].split(":")[0]
     if kind not in ("cpu", "cuda"):
         raise CannotShare(f"the KV cache lies on {distinct[0]}; memory of cpu and cuda devices can be shared")
-    return CudaMemory if kind == "cuda" else HostMemory
+    return CudaMemory if kind == "cuda" else partial(HostMemory, may_move=may_move)
 
 
 def share(
@@ -54,16 +55,18 @@ def share(
     block_dimension: int | None = None,
     groups: Sequence[Sequence[str]] = (),
     make_exporter: MakeExporter | None = None,
+    may_move: bool = True,
 ) -> SharedCaches:
     """Share all layers' storages. CannotShare or UnsupportedLayout before anything was moved.
 
     `block_dimension` counts blocks in each layer's tensor; None where only shapes can show it. `groups` are the layers of
     each KV cache group; those of several groups may lie in the same memory. None = all are of one. `make_exporter`: by the tensors' device, unless given.
+    `may_move`: the engine has captured no address of CPU memory.
     """
     for name, tensor in kv_caches.items():
         if not isinstance(tensor, torch.Tensor):
             raise UnsupportedLayout(f"layer {name} has no single KV cache tensor")
-    make = make_exporter or exporter_for(tensor.device for tensor in kv_caches.values())
+    make = make_exporter or exporter_for((tensor.device for tensor in kv_caches.values()), may_move)
     storages = {s.data_ptr(): s for s in (tensor.untyped_storage() for tensor in kv_caches.values())}
     exporter = make(list(storages.values()))
     planes: list[Plane] = []

@@ -65,8 +65,6 @@ class Acceptance:
         if anew:
             state.accepted_tokens = 0
             state.trusted_tokens = self._first_suspect(state.tables, before) if self.suspects else ALL_TOKENS
-        elif before <= state.trusted_tokens:
-            state.trusted_tokens = ALL_TOKENS  # it is computed anew from there on
         self._planning.requests.append((state, before, after))
 
     def loaded_by_sibling(self, state: RequestState, first: int, end: int) -> None:
@@ -99,9 +97,9 @@ class Acceptance:
         return self._step, [held.store for held in accepted]
 
     @property
-    def has_accepted(self) -> bool:
-        """Whether a step should be made for stores that may be sent."""
-        return bool(self._accepted)
+    def has_stores(self) -> bool:
+        """Whether an idle engine should step on: stores are to be accepted, or to be sent. Each step under way ends, or is dropped."""
+        return any(self._everywhere())
 
     # ---- a step ends ----------------------------------------------------------------------------
 
@@ -112,7 +110,8 @@ class Acceptance:
     def invalid_blocks(self, block_ids: set[int], requests: Iterable[RequestState]) -> None:
         """vLLM declares these blocks, which were to be loaded, invalid. What was computed behind them is garbage as well.
 
-        vLLM has one KV cache group then. A request that only shares such a block goes on behind it; of that nothing is stored.
+        vLLM has one KV cache group then. It computes such a request anew in place; of that nothing is stored: a request that only shares the
+        block goes on behind it, and model runner V2 goes on from tokens of the step that was taken back (findings/).
         """
         self.suspects |= block_ids
         for state in {id(each): each for each in [*requests, *self._requests_under_way()]}.values():

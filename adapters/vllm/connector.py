@@ -11,6 +11,7 @@ import inspect
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -18,6 +19,7 @@ import vllm
 from kvserver.adapters.common.cache_status import SCHEDULER, STARTING, CacheStatus
 from kvserver.adapters.common.exporter import CannotShare, MakeExporter
 from kvserver.adapters.common.faults import Faults
+from kvserver.adapters.common.host_memory import shared_allocation
 from kvserver.adapters.common.link import Link
 from kvserver.adapters.common.planes import UnsupportedLayout
 from kvserver.adapters.common.send_queue import DirectSendQueue, OrderedSendQueue, SendQueue
@@ -27,7 +29,7 @@ from kvserver.adapters.common.steps import StepPlan, StepReport
 from kvserver.adapters.common.worker import Rank, WorkerHalf
 from kvserver.adapters.versions import tested_with
 from kvserver.adapters.vllm.facts import engine_facts
-from kvserver.adapters.vllm.nesting import fails_requests, has_inexact_siblings, outer_transfer
+from kvserver.adapters.vllm.nesting import a_sibling_allocates, fails_requests, has_inexact_siblings, outer_transfer
 from kvserver.adapters.vllm.prom import KVServerPromMetrics
 from kvserver.adapters.vllm.registration import RankRegistration
 from kvserver.adapters.vllm.scheduler import SchedulerHalf
@@ -41,6 +43,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.platforms import current_platform
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -151,6 +154,13 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return WorkerHalf(self._settings, send_queue, self.faults, rank or Rank(), link, fails_requests=fails)
 
     # ---- worker side --------------------------------------------------------------------------
+
+    @fenced()
+    def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
+        """How vLLM 0.32 and later allocate the KV cache on CPU: in shared memory, as model runners capture its addresses."""
+        if self._refusal is not None or not current_platform.is_cpu() or a_sibling_allocates():
+            return None
+        return shared_allocation()
 
     @fenced()
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:

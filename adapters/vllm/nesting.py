@@ -16,6 +16,7 @@ from typing import Any
 from kvserver.adapters.common.settings import read_settings
 from kvserver.adapters.vllm.settings import AdapterSettings
 from kvserver.adapters.vllm_plugin import NAME
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 WRAPPERS: tuple[type, ...] = (MultiConnector,)
@@ -62,6 +63,16 @@ def outer_transfer(own: Any) -> Any:
         if config is not None and isinstance(names.get("self"), WRAPPERS):
             found = config.kv_transfer_config
     return found
+
+
+def a_sibling_allocates() -> bool:
+    """Whether another connector of the MultiConnector that calls may have the KV cache allocated: vLLM ends the engine where two want to."""
+    for names in _callers():
+        if isinstance(wrapper := names.get("self"), WRAPPERS):
+            door = KVConnectorBase_V1.get_mem_pool_context
+            others = [type(each) for each in wrapper._connectors if type(each).__name__ != NAME]
+            return any(other.get_mem_pool_context is not door for other in others)
+    return False
 
 
 def fails_requests() -> bool:

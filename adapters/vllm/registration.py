@@ -22,7 +22,7 @@ from kvserver.adapters.vllm.groups import object_groups
 from kvserver.adapters.vllm.identity import Identity, config_identity, with_weights
 from kvserver.adapters.vllm.names import names_of
 from kvserver.adapters.vllm.settings import AdapterSettings
-from kvserver.adapters.vllm.support import blocks_come_first
+from kvserver.adapters.vllm.support import ALLOCATES_IN_CONTEXT, blocks_come_first
 
 from kvserver.protocol import HelloReply, RegisterWorker, block_bytes, chunk_tokens_for, has_tails, planes_of
 
@@ -58,7 +58,14 @@ class RankRegistration:
         begin_scales(self._config)
         groups = [group.layer_names for group in config.kv_cache_groups]
         block_dimension = 0 if blocks_come_first() else None
-        caches = share(self._kv_caches, config.num_blocks, block_dimension, groups, make_exporter)
+        caches = share(
+            self._kv_caches,
+            config.num_blocks,
+            block_dimension,
+            groups,
+            make_exporter,
+            may_move=not ALLOCATES_IN_CONTEXT,
+        )
         grouped = object_groups(self._config, config)
         positions = [PositionSize(len(g.members), block_bytes(planes_of(caches.planes, g.members))) for g in grouped]
         rank = Rank(parallel.rank, [*positions, *positions])  # of chunks, and of single blocks

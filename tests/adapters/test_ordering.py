@@ -46,9 +46,8 @@ def counted(engine: Engine, name: str) -> int:
 def begin_store(engine: Engine, name: str = "first", tokens: list[int] = TOKENS) -> None:
     """Serve a request whose store waits for the GPU. REQUIRES: the GPU is on hold."""
     answer, before = engine.add(name, tokens, count=1), len(engine.stores)
-    engine.run(
-        until=lambda: answer.finish_reason and len(engine.stores) > before and engine.connector.has_pending_push_work()
-    )
+    engine.run(until=lambda: answer.finish_reason is not None and len(engine.stores) > before)
+    engine.finish_steps()
 
 
 def begin_load(engine: Engine):

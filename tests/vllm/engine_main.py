@@ -167,8 +167,8 @@ class Driver:
         from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
         scheduler = self.engine.engine_core.engine_core.scheduler
-        connector = scheduler.connector
-        worker = get_kv_transfer_group() if has_kv_transfer_group() else connector
+        connector = ours(scheduler.connector)
+        worker = ours(get_kv_transfer_group()) if has_kv_transfer_group() else connector
         pool = scheduler.kv_cache_manager.block_pool
         return {
             "scheduler": dict(connector.scheduler.counters) if connector.scheduler else {},
@@ -177,6 +177,11 @@ class Driver:
             "errors": dict(connector.errors + worker.errors if worker is not connector else connector.errors),
             "blocks_in_use": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
         }
+
+
+def ours(connector: Any) -> Any:
+    """It, or the one that vLLM's MultiConnector has."""
+    return next((c for c in getattr(connector, "sub_connectors", ()) if hasattr(c, "faults")), connector)
 
 
 def sampling(max_tokens: int) -> Any:

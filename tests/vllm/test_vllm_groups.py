@@ -58,7 +58,7 @@ KINDS = {
         lambda hit: hit // 384 * 196_608 + 3 * 135_680,
         29,
         # On runner V2: issues/vllm/test_a_registration_moved_memory_whose_address_was_known.py
-        {"dtype": "bfloat16", "mamba_cache_mode": "align", "runner": "v1"},
+        {"dtype": "bfloat16", "mamba_cache_mode": "align"},
         {"dtype": "float32", "max_model_len": 1408, "num_gpu_blocks_override": 28},  # blocks of 256 tokens
     ),
 }

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+from kvserver.adapters.vllm import nesting
 from made_up_model import BLOCK, prompt
 from modelless import Answer, Engine
 from sibling import Sibling, beside_sibling
@@ -26,6 +27,12 @@ MakeEngine = Callable[..., Engine]
 def sibling() -> Iterator[None]:
     yield
     Sibling.tokens, Sibling.fails = 0, True
+
+
+@pytest.fixture
+def exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sibling counts as exact: only that its load fails keeps KV from being stored."""
+    monkeypatch.setattr(nesting, "EXACT", (*nesting.EXACT, "Sibling"))
 
 
 def begin_step_of(engine: Engine, name: str) -> None:
@@ -95,6 +102,7 @@ def test_what_later_requests_compute_behind_such_a_step_is_not_found(
 
 
 @SCHEDULING
+@pytest.mark.usefixtures("exact")
 def test_what_was_computed_behind_a_siblings_failed_load_is_not_found(
     make_daemon: Callable, make_engine: MakeEngine, asynchronous: bool
 ) -> None:
@@ -105,13 +113,12 @@ def test_what_was_computed_behind_a_siblings_failed_load_is_not_found(
     answer = engine.add("victim", TOKENS)
     begin_step_of(engine, "victim")
     engine.run()
-    elsewhere = read_elsewhere(make_engine, daemon)
-    if not asynchronous:  # else the made-up runner goes on from a token of the step that was taken back
-        assert answer.right, "vLLM computes it anew"
-        assert elsewhere.external == 4 * CHUNK, "what was computed anew is stored"
+    assert answer.finish_reason == "length", "vLLM computes it anew"
+    assert read_elsewhere(make_engine, daemon).external == 0
 
 
 @SCHEDULING
+@pytest.mark.usefixtures("exact")
 def test_a_request_that_is_aborted_while_a_siblings_load_fails_leaves_nothing(
     make_daemon: Callable, make_engine: MakeEngine, asynchronous: bool
 ) -> None:
@@ -158,6 +165,23 @@ def test_a_reset_of_running_requests_leaves_right_kv_only(
     engine.run()
     assert answer.right
     assert read_elsewhere(make_engine, daemon).external == 4 * CHUNK
+
+
+@SCHEDULING
+@pytest.mark.usefixtures("exact")
+def test_what_a_sibling_that_is_exact_loaded_is_stored(
+    make_daemon: Callable, make_engine: MakeEngine, asynchronous: bool
+) -> None:
+    """Here it brings nothing, so what is found is wrong: the control of the test above."""
+    daemon = make_daemon()
+    engine = make_engine(daemon, asynchronous=asynchronous, adjust=beside_sibling)
+    engine.generate("before", prompt(9, 40))
+    Sibling.tokens, Sibling.fails = 2 * CHUNK, False
+    engine.add("victim", TOKENS)
+    begin_step_of(engine, "victim")
+    engine.run()
+    with pytest.raises(AssertionError, match="attends to foreign KV"):
+        read_elsewhere(make_engine, daemon)
 
 
 @SCHEDULING

@@ -19,7 +19,6 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
         yield group
 
 
-@pytest.mark.xfail(reason="issue 40: the KV cache's memory moves when it is registered", raises=AssertionError)
 def test_an_engine_with_states_on_runner_v2_hits_and_has_equal_tokens(
     engines: Engines, start_daemon: Callable[..., Daemon], prompt: Callable[..., Prompt]
 ) -> None:
