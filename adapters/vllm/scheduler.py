@@ -166,9 +166,8 @@ class SchedulerHalf:
         state = self._requests.get(request.request_id)
         if state is not None:
             state.admitted, state.awaits_blocks = True, False
-            state.computed = state.accepted_tokens = (
-                0  # its blocks are others now, and a load may still have to fill them
-            )
+            # Its blocks are others now, and a load may still have to fill them.
+            state.computed = state.accepted_tokens = 0
         if external_tokens <= 0:
             return
         if state is not None:

@@ -82,7 +82,7 @@ MUTANTS = (
     ),
     Mutant(
         "a store's time begins before its step was computed",
-        HAZARDS, "PinnedStores._is_awaited", "oldest.step <= self._ended", "oldest.step <= self._planned",
+        HAZARDS, "PinnedStores._is_awaited", "0 < store.step <= self._ended", "store.step > 0",
         (WITHOUT_END,),
     ),
     Mutant(

@@ -20,7 +20,49 @@ RESET = "issues/adapters/test_a_reset_failed_over_quarantined_blocks.py"
 SESSIONS = "issues/adapters/test_a_sessions_chunks_had_other_tokens_keys.py"
 UNLISTED = "issues/adapters/test_what_the_identity_did_not_list_was_shared.py"
 
+TAKEN_BACK = "issues/adapters/test_kv_of_a_step_that_vllm_took_back_was_stored.py"
+ACCEPTANCE = "adapters/vllm/acceptance.py"
+
 MUTANTS = (
+    # ---- acceptance.py ------------------------------------------------------------------------------
+    Mutant(
+        "a store goes out with the step that computes its KV",
+        ACCEPTANCE, "Acceptance.hold", "self._planning.stores.append(", "self._accept(", (TAKEN_BACK,),
+    ),
+    Mutant(
+        "a step that vLLM dropped counts as accepted",
+        ACCEPTANCE, "Acceptance._drop_step", "self._drop(held)", "self._accept(held)", (TAKEN_BACK,),
+    ),
+    Mutant(
+        "blocks of a dropped step are trusted",
+        ACCEPTANCE, "Acceptance._drop_step", "self._suspect(table[before // tokens :])", "pass",
+        (f"{TAKEN_BACK}::test_what_later_requests_compute_behind_such_a_step_is_not_found",),
+    ),
+    Mutant(
+        "what vLLM takes back of a request is stored all the same",
+        ACCEPTANCE, "Acceptance._still_computed",
+        "held.end_tokens <= min(held.state.request.num_computed_tokens, held.state.trusted_tokens)", "True", (TAKEN_BACK,),
+    ),
+    Mutant(
+        "only the blocks that failed to load are garbage, not what was computed behind them",
+        ACCEPTANCE, "Acceptance.invalid_blocks", "state.trusted_tokens = min(state.trusted_tokens, place * tokens)", "pass",
+        (TAKEN_BACK,),
+    ),
+    Mutant(
+        "what a sibling loaded is stored",
+        ACCEPTANCE, "Acceptance.loaded_by_sibling", "self._suspect(table[first // tokens : -(-end // tokens)])", "pass",
+        (TAKEN_BACK,),
+    ),
+    Mutant(
+        "an aborted request's step is accepted",
+        SCHEDULER, "SchedulerHalf.request_finished", "state.accepted_tokens if aborted else state.computed", "state.computed",
+        ("adapters/test_tails.py",),
+    ),
+    Mutant(
+        "what a request had computed counts for the blocks that it has anew",
+        SCHEDULER, "SchedulerHalf.allocated", "state.computed = state.accepted_tokens = 0", "state.computed = 0",
+        ("adapters/test_tails.py::test_a_preempted_request_that_is_aborted_before_its_blocks_are_filled_stores_none_of_them",),
+    ),
     # ---- blockpool.py -------------------------------------------------------------------------------
     Mutant(
         "quarantined blocks keep vLLM from a reset",
@@ -154,7 +196,7 @@ MUTANTS = (
     ),
     Mutant(
         "stores go on when the weights may have changed",
-        SCHEDULER, "SchedulerHalf._begin_epoch", "self._plan.abort_stores.extend(self._pins)", "pass",
+        SCHEDULER, "SchedulerHalf._begin_epoch", "self._cancel_stores(list(self._pins))", "pass",
         (f"{PINS}::test_a_reset_succeeds_beside_stores_and_cancels_them",),
     ),
     Mutant(
@@ -188,7 +230,7 @@ MUTANTS = (
     ),
     Mutant(
         "a request that is aborted while it loads stores blocks that were not filled",
-        SCHEDULER, "SchedulerHalf.allocated", "state.computed = 0", "pass",
+        SCHEDULER, "SchedulerHalf.allocated", "state.computed = state.accepted_tokens = 0", "pass",
         (
             "adapters/test_tails.py::"
             "test_a_preempted_request_that_is_aborted_before_its_blocks_are_filled_stores_none_of_them",
@@ -260,7 +302,7 @@ MUTANTS = (
     ),
     Mutant(
         "keys that were stored anew stay remembered as failed",
-        STORE_PLANS, "StorePlanner._add_store", "1 if group.replicated else self._facts.world_size", "1 << 20",
+        STORE_PLANS, "StorePlanner.copies_of", "1 if group.replicated else self._facts.world_size", "1 << 20",
         (FAILED_LOADS_TEST,),
     ),
     Mutant(
