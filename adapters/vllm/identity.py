@@ -275,9 +275,9 @@ def chain_durability(algorithm: str) -> Durability:
 def lora_fingerprint(lora: Any, whole: bool = False) -> str | None:
     """Name and content of a LoRA: block hashes cover its name only, and files behind a name may differ.
 
-    None where there is no folder: vLLM downloads whatever the hub has then.
+    None where its weights are not files in a folder: vLLM downloads whatever the hub has then, or (up to 0.30) reads tensorizer's.
     """
     folder = Path(lora.lora_path).expanduser()
-    if not folder.is_dir():
+    if not folder.is_dir() or getattr(lora, "tensorizer_config_dict", None):
         return None
     return digest([lora.lora_name, bool(lora.is_3d_lora_weight), folder_digest(folder, deep=False, whole=whole)])

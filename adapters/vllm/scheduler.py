@@ -82,6 +82,7 @@ class SchedulerHalf:
             trusts_uuids=settings.trust_multi_modal_uuids,
             whole_digests=settings.weights_digest == "whole",
             hash_algorithm=facts.hash_algorithm,
+            embeddings_dtype=facts.dtype,
         )
         self._pool = PoolHook()
         seconds = settings.store_timeout_ms / 1000 + _REPORT_SECONDS
@@ -313,7 +314,8 @@ class SchedulerHalf:
         self._promises.ended(request.request_id)
         if state is not None:
             self._lookups.drop_question(state)
-        why = "computes_all" if request.skip_reading_prefix_cache else state.not_loaded if state is not None else ""
+        why = state.not_loaded if state is not None else ""
+        why = "computes_all" if request.skip_reading_prefix_cache else why or self._variants.why_without_cache(request)
         self._notices.end_request(request.request_id, self._speed.tokens_per_second, prompt, why)
 
     def reset_cache(self) -> bool:
