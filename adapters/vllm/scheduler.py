@@ -155,8 +155,10 @@ class SchedulerHalf:
 
     def allocated(self, request: Request, tables: Tables, external_tokens: int) -> None:
         """vLLM has allocated the request's blocks; with external tokens, some of them are to be loaded."""
-        self._guarded("sources of a prompt", self._placed, request, external_tokens)
         state = self._requests.get(request.request_id)
+        if state is not None and external_tokens <= 0 and self._promises.is_open(request.request_id):
+            state.not_loaded = "not_used"
+        self._guarded("sources of a prompt", self._placed, request, external_tokens)
         if state is not None:
             state.admitted, state.awaits_blocks = True, False
             state.computed = 0  # its blocks are others now, and a load may still have to fill them

@@ -66,7 +66,7 @@ def test_a_prompt_that_runs_while_another_dtype_comes_stores_no_more(make_daemon
 
 
 def test_positions_that_are_tokens_are_no_part_of_the_key_so_such_prompts_are_the_engines_own(make_daemon, make_engine):
-    """Token 0 and an embedding at its place have one hash: which it is stands in a mask beside the prompt."""
+    """Token 0 and an embedding at its place have one hash: a mask beside the prompt has it."""
     daemon = make_daemon(chunk_tokens=CHUNK)
     mask = [True] * len(TOKENS)
     one, other = (make_engine(daemon, extra={"kvserver.on_prefix_reset": "keep"}) for _ in range(2))
