@@ -18,10 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from kvserver.adapters.common.weights import NoWeights, code_digest
+from kvserver.adapters.vllm.support import layer_specs
 from vllm import envs, platforms
-from vllm.config import cache as cache_config
-from vllm.model_executor import model_loader
-from vllm.model_executor.layers import quantization
 from vllm.model_executor.models import ModelRegistry
 
 _PLUGINS = "vllm.general_plugins"
@@ -50,9 +48,8 @@ def plugin_version(entry: EntryPoint) -> list[str]:
 def foreign_packages(vllm_config: Any, kv_cache_config: Any) -> set[str]:
     """The packages, and modules that are in none, of which this engine may compute with something."""
     modules = {*(entry.module for entry in plugins()), *_given(vllm_config), *_registered(vllm_config)}
-    for group in kv_cache_config.kv_cache_groups:
-        modules.add(type(group.kv_cache_spec).__module__)
-    return {root for root in map(_root, modules) if root not in _OWN and root not in sys.builtin_module_names}
+    modules |= {*_built(vllm_config, kv_cache_config)}
+    return {root for root in map(_root, modules) if root and root not in _OWN and root not in sys.builtin_module_names}
 
 
 def code_of(package: str) -> str:
@@ -79,7 +76,13 @@ def _given(vllm_config: Any) -> Iterator[str]:
     for named in (parallel.worker_cls, parallel.worker_extension_cls, scheduler.scheduler_cls):
         if named:
             yield named.rpartition(".")[0] if isinstance(named, str) else _module(named)
-    for layer in vllm_config.compilation_config.static_forward_context.values():
+
+
+def _built(vllm_config: Any, kv_cache_config: Any) -> Iterator[str]:
+    """Modules of the layers that have KV, and of how it is kept."""
+    yield from map(_module, layer_specs(kv_cache_config))
+    layers = vllm_config.compilation_config.static_forward_context
+    for layer in (layers.get(name) for group in kv_cache_config.kv_cache_groups for name in group.layer_names):
         backend = layer.get_attn_backend() if hasattr(layer, "get_attn_backend") else None
         yield from (_module(each) for each in (layer, backend, getattr(layer, "impl", None)) if each is not None)
 
@@ -90,19 +93,23 @@ def _registered(vllm_config: Any) -> Iterator[str]:
         for architecture in architectures_of(model):
             if (module := registered_module(architecture)) is not None:
                 yield module
-        methods: Any = getattr(quantization, "_CUSTOMIZED_METHOD_TO_QUANT_CONFIG", {})
+        methods = _table("model_executor.layers.quantization", "_CUSTOMIZED_METHOD_TO_QUANT_CONFIG")
         if (method := methods.get(getattr(model, "quantization", None))) is not None:
             yield _module(method)
-    loaders: Any = getattr(model_loader, "_LOAD_FORMAT_TO_MODEL_LOADER", {})
-    dtypes: Any = getattr(cache_config, "_KV_CACHE_DTYPE_HANDLERS", {})  # 0.33 and later
-    for registered in (loaders.get(vllm_config.load_config.load_format), *dtypes.values(), *_operations()):
-        if registered is not None:
-            yield _module(registered)
+    loader = _table("model_executor.model_loader", "_LOAD_FORMAT_TO_MODEL_LOADER").get(
+        vllm_config.load_config.load_format
+    )
+    if loader is not None:
+        yield _module(loader)
+    yield from map(_module, _table("config.cache", "_KV_CACHE_DTYPE_HANDLERS").values())  # 0.33 and later
+    for place in ("custom_op", "hw_agnostic.custom_op"):
+        yield from map(_module, _table(f"model_executor.{place}", "op_registry_oot").values())
 
 
-def _operations() -> Iterator[Any]:
-    for name in ("vllm.model_executor.custom_op", "vllm.model_executor.hw_agnostic.custom_op"):
-        yield from getattr(sys.modules.get(name), "op_registry_oot", {}).values()
+def _table(module: str, name: str) -> dict[Any, Any]:
+    """One of vLLM's; empty where its module is not loaded, since nothing is registered then, or the version has none."""
+    found: dict[Any, Any] = getattr(sys.modules.get(f"vllm.{module}"), name, {})
+    return found
 
 
 def models_of(vllm_config: Any) -> Iterator[Any]:

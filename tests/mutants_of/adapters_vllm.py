@@ -130,7 +130,7 @@ MUTANTS = (
     ),
     Mutant(
         "an operation that others replaced does not count",
-        FOREIGN_CODE, "_registered", ", *_operations()", "", (CODE,),
+        FOREIGN_CODE, "_registered", '"op_registry_oot"', '"none"', (CODE,),
     ),
     Mutant(
         "remote code of another repository does not count",

@@ -5,6 +5,7 @@ So it was with all code that is not vLLM's own: models, attention, quantization,
 from __future__ import annotations
 
 import copy
+import dataclasses
 import importlib
 import sys
 from collections.abc import Callable
@@ -165,6 +166,19 @@ def test_code_counts_wherever_vllm_takes_it_from_with_all_that_is_in_its_package
     assert different(one, again) == set()
     assert different(one, other) == {"code of theirs"}
     assert one.private == other.private == ""
+
+
+def test_a_kind_of_kv_cache_that_others_wrote_counts(identity, monkeypatch, tmp_path):
+    install(monkeypatch, tmp_path, "theirs", {"theirs.py": ""})
+
+    def kept_so(config: Any, caches: Any) -> None:
+        (group,) = caches.kv_cache_groups
+        theirs = type("TheirSpec", (type(group.kv_cache_spec),), {"__module__": "theirs"})
+        spec = object.__new__(theirs)
+        spec.__dict__.update(group.kv_cache_spec.__dict__)
+        caches.kv_cache_groups[:] = [dataclasses.replace(group, kv_cache_spec=spec)]
+
+    assert "code of theirs" in identity(kept_so).counted
 
 
 @pytest.mark.parametrize("way", [registered_by_name, of_the_workers_extension])
