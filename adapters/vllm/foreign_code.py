@@ -49,7 +49,7 @@ def foreign_packages(vllm_config: Any, kv_cache_config: Any) -> set[str]:
     """The packages, and modules that are in none, of which this engine may compute with something."""
     modules = {*(entry.module for entry in plugins()), *_given(vllm_config), *_registered(vllm_config)}
     modules |= {*_built(vllm_config, kv_cache_config)}
-    return {root for root in map(_root, modules) if root and root not in _OWN and root not in sys.builtin_module_names}
+    return {root for root in map(_root, modules) if root} - _OWN - sys.stdlib_module_names
 
 
 def code_of(package: str) -> str:
