@@ -70,7 +70,7 @@ def code_of(package: str) -> str:
 
 
 def _given(vllm_config: Any) -> Iterator[str]:
-    """Modules of what is named in the configuration, or stands in its place."""
+    """Modules of what is named in the configuration."""
     yield _module(platforms.current_platform)
     parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
     for named in (parallel.worker_cls, parallel.worker_extension_cls, scheduler.scheduler_cls):
