@@ -1,4 +1,4 @@
-"""Digests of a model's or a LoRA's files: samples of their content, so that copies are equal wherever and whenever they were made.
+"""Digests of a model's or a LoRA's files, and of code: samples of their content, so that copies are equal wherever and whenever they were made.
 
 Of safetensors the names, types and shapes of all tensors and some bytes of each; of other files pieces all through them. A *whole*
 digest is of every byte. Names of folders and times of files do not matter. What was read of a file is remembered by its
@@ -14,12 +14,13 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".tensors", ".npy")
 _WHOLE_SUFFIXES = (".json", ".py")  # small, and read by engines: of quantization, processors, remote code
+_CODE_SUFFIXES = (".py", ".so")
 _SKIPPED_FOLDERS = {"original"}  # as engines do
 # Files that change no KV, or count elsewhere: config.json as the engine's own configuration, with what was overridden.
 _HARMLESS_FILES = (
@@ -63,6 +64,21 @@ def folder_digest(folder: Path, deep: bool = True, whole: bool = False) -> str:
         raise NoWeights("no weight files in the model's folder")
     parts = [(path.relative_to(folder).as_posix(), file_digest(path, whole)) for path in files]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def code_digest(places: Iterable[Path]) -> str:
+    """Digest of the sources, and samples of what was compiled, in folders and of files. NoWeights if there are none, or an OSError."""
+    parts = sorted((name, file_digest(path)) for place in places for name, path in _code(place))
+    if not parts:
+        raise NoWeights("no sources")
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _code(place: Path) -> Iterator[tuple[str, Path]]:
+    """(name, path) of every file of code in a folder; or of one file."""
+    for path in place.rglob("*") if place.is_dir() else [place]:
+        if path.suffix in _CODE_SUFFIXES and path.is_file():
+            yield path.relative_to(place if place.is_dir() else place.parent).as_posix(), path
 
 
 def file_digest(path: Path, whole: bool = False) -> str:

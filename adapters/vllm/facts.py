@@ -35,6 +35,7 @@ class EngineFacts:
     whole_prompts_only: bool  # the engine cannot prefill after a hit, only decode
     weights_are_transferred: bool
     hash_algorithm: str
+    dtype: Any  # of the model: vLLM casts prompt embeddings to it
     weights_version: Callable[[], str]  # as configured at present
     # The engine for routers, by (variant, why it is private). REQUIRES: called in the scheduler's process after the
     # engine core was built, where vLLM sets the start of hashes.
@@ -79,6 +80,7 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any, inexact_siblings: bool 
         whole_prompts_only=whole_prompts_only(vllm_config),
         weights_are_transferred=vllm_config.weight_transfer_config is not None,
         hash_algorithm=str(vllm_config.cache_config.prefix_caching_hash_algo),
+        dtype=vllm_config.model_config.dtype,
         weights_version=lambda: str(extra.get(PREFIX + "weights_version", "")),
         describe=describe,
     )

@@ -2,7 +2,10 @@
 
 A field on no list counts, as do fields that a newer vLLM adds and fields that were not examined. A field is here only if, for the same
 key, it changes neither K nor V beyond what the composition of a batch does to their last bits, nor what a key or a
-slot means. Read in vLLM 0.32; names of other versions do no harm.
+slot means. Read in vLLM 0.32 and 0.33; names of other versions do no harm.
+
+The rule: what makes a computation lossy, or takes what it computes with from elsewhere, is never here: which drafts are accepted, from whom an
+encoder's output comes, whether a step that failed may be computed again.
 
 Owns: the lists. Refuses to know: how the rest is compared.
 """
@@ -18,8 +21,8 @@ _WHOLE = "as a whole: nothing of it reaches the model's forward"
 _FIELDS: dict[str, dict[str, str]] = {
     "VllmConfig": {
         _WHOLE: "offload_config aux_output_config watermark_config structured_outputs_config observability_config"
-        " logging_config profiler_config kv_transfer_config kv_events_config ec_transfer_config ec_manager_config"
-        " reasoning_config weight_transfer_config shutdown_timeout",
+        " logging_config profiler_config kv_transfer_config kv_events_config ec_manager_config reasoning_config"
+        " weight_transfer_config shutdown_timeout watchdog_config",
         "new in each start": "instance_id",
         "choose values for fields that count by themselves": "optimization_level performance_mode",
         f"{_DERIVED}: quantization, its arguments, hf_config and the files of the model": "quant_config",
@@ -32,7 +35,7 @@ _FIELDS: dict[str, dict[str, str]] = {
     "CacheConfig": {
         "how much memory there is, and how full": "gpu_memory_utilization num_gpu_blocks_override num_gpu_blocks"
         " num_cpu_blocks kv_cache_size_tokens kv_cache_max_concurrency kv_cache_memory_bytes",
-        "other caches than ours": "kv_offloading_size kv_offloading_backend",
+        "other caches than ours": "kv_offloading_size kv_offloading_backend simple_cpu_offload_num_blocks",
         "whether vLLM looks up its own blocks": "enable_prefix_caching",
         "the model states it": "is_attention_free",
         "how a value was chosen": "user_specified_block_size _block_size_resolved",
@@ -57,6 +60,11 @@ _FIELDS: dict[str, dict[str, str]] = {
         " encoder_compilation_time static_forward_context static_all_moe_layers bs_to_padded_graph_size",
     },
     "DeviceConfig": {"an index, and the type, which counts": "device"},
+    "ECTransferConfig": {
+        "an address, or how much there is room for; where an encoder's output comes from counts": "engine_id ec_ip ec_port"
+        " ec_buffer_size",
+        "the model states it": "mm_encoder_output_widths",
+    },
     "EngramConfig": {"where memory is": "cpu_offload dp_shared_memory use_thp"},
     "KernelConfig": {
         "choose among kernels of one precision, or warm them up": "enable_flashinfer_autotune"
@@ -105,8 +113,7 @@ _FIELDS: dict[str, dict[str, str]] = {
         " data_parallel_rank_local data_parallel_master_ip data_parallel_rpc_port dp_sync_interval"
         " data_parallel_master_port data_parallel_backend data_parallel_external_lb data_parallel_hybrid_lb"
         " data_parallel_index _data_parallel_master_port_list _coord_store_port _api_process_count _api_process_rank"
-        " disable_nccl_for_dp_synchronization enable_elastic_ep elastic_ep_max_dp_size enable_fault_tolerance"
-        " fault_tolerance_config",
+        " disable_nccl_for_dp_synchronization enable_elastic_ep elastic_ep_max_dp_size fault_tolerance_config",
         "which rank this is; all ranks' layouts count, in order": "rank world_size node_rank nnodes",
         "how processes are started and where": "distributed_executor_backend ray_workers_use_nsight ray_runtime_env"
         " placement_group master_addr master_port numa_bind numa_bind_nodes numa_bind_cpus assigned_physical_gpu_ids"
@@ -132,9 +139,9 @@ _FIELDS: dict[str, dict[str, str]] = {
         "how drafts are made, sampled and accepted, not their KV": "enforce_eager draft_tensor_parallel_size"
         " tensor_parallel_size moe_backend use_local_argmax_reduction prompt_lookup_max prompt_lookup_min"
         " num_speculative_tokens_per_batch_size suffix_decoding_max_tree_depth suffix_decoding_max_cached_requests"
-        " suffix_decoding_max_spec_factor suffix_decoding_min_token_prob rejection_sample_method"
-        " synthetic_acceptance_rates synthetic_acceptance_length enable_adaptive_verification draft_sample_method"
-        " dspark_draft_topk",
+        " suffix_decoding_max_spec_factor suffix_decoding_min_token_prob synthetic_acceptance_rates"
+        " synthetic_acceptance_length enable_adaptive_verification draft_sample_method dspark_draft_topk"
+        " draft_lm_head_quantization fly_window_size fly_entropy_threshold fly_entropy_top_k xpress_topc",
         "count as the engine's own": "target_model_config target_parallel_config draft_parallel_config",
     },
 }
@@ -170,7 +177,7 @@ _VARIABLES: dict[str, str] = {
     " VLLM_PATTERN_MATCH_DEBUG VLLM_GC_DEBUG VLLM_DEBUG_WORKSPACE VLLM_DEBUG_MFU_METRICS VLLM_LOG_MODEL_INSPECTION"
     " VLLM_DISABLE_LOG_LOGO VLLM_CUSTOM_SCOPES_FOR_PROFILING VLLM_NVTX_SCOPES_FOR_PROFILING VLLM_GPU_SYNC_CHECK"
     " VLLM_COMPUTE_NANS_IN_LOGITS VLLM_RAISE_ON_LOGIT_NANS VLLM_MOONCAKE_STORE_TIER_LOG VERBOSE"
-    " VLLM_XLA_CHECK_RECOMPILATION VLLM_SERVER_DEV_MODE",
+    " VLLM_XLA_CHECK_RECOMPILATION VLLM_SERVER_DEV_MODE VLLM_REQUEST_BODY_LOG_LEVEL",
     "timeouts, and limits of requests": "VLLM_ENGINE_READY_TIMEOUT_S VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT"
     " VLLM_IMAGE_FETCH_TIMEOUT VLLM_VIDEO_FETCH_TIMEOUT VLLM_AUDIO_FETCH_TIMEOUT VLLM_MEDIA_FETCH_MAX_RETRIES"
     " VLLM_HTTP_TIMEOUT_KEEP_ALIVE VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"
@@ -180,7 +187,8 @@ _VARIABLES: dict[str, str] = {
     " VLLM_MAX_BAD_WORDS_TOTAL_TOKENS VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB VLLM_MEDIA_CACHE_MAX_SIZE_MB"
     " VLLM_MEDIA_CACHE_TTL_HOURS VLLM_MEDIA_URL_ALLOW_REDIRECTS VLLM_MEDIA_LOADING_THREAD_COUNT"
     " VLLM_MAX_AUDIO_CLIP_FILESIZE_MB VLLM_MAX_AUDIO_DECODE_DURATION_S VLLM_MAX_AUDIO_DECODE_BYTES"
-    " VLLM_MAX_EMBED_DECODE_BYTES VLLM_MAX_AUDIO_PREPROCESS_WORKERS",
+    " VLLM_MAX_EMBED_DECODE_BYTES VLLM_MAX_AUDIO_PREPROCESS_WORKERS VLLM_HTTP_MAX_REQUEST_BODY_SIZE"
+    " VLLM_CHAT_TEMPLATE_FUEL VLLM_MAX_MEDIA_REQUEST_DECODE_BYTES VLLM_MAX_MEDIA_REQUEST_DOWNLOAD_SIZE_MB",
     "how much memory or how many threads": "VLLM_CPU_KVCACHE_SPACE VLLM_CPU_OMP_THREADS_BIND"
     " VLLM_CPU_NUM_OF_RESERVED_CPU VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS VLLM_ENABLE_CUDAGRAPH_GC"
     " VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE VLLM_DEEPEP_BUFFER_SIZE_MB VLLM_MQ_MAX_CHUNK_BYTES_MB"

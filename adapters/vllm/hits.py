@@ -114,7 +114,7 @@ class Hits:
         if self._facts.whole_prompts_only and local_tokens + tokens < request.num_tokens - 1:
             state.not_loaded = "whole_prompts_only"
         elif not self._variants.is_current(request, state.variant):
-            state.not_loaded = "weights_changed"
+            state.not_loaded = self._variants.why_without_cache(request) or "weights_changed"
         if state.not_loaded:
             return 0
         state.local_tokens = local_tokens

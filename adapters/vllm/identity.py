@@ -1,7 +1,7 @@
 """What must agree before KV may be shared, read from vLLM's effective configuration.
 
-Every field counts unless `harmless` lists it; so do vLLM's version, the device, vLLM's environment and the content of the
-weights. What has no form that another process would give it too, or no content that can be read, makes the engine private.
+Every field counts unless `harmless` lists it; so do vLLM's version, the device, vLLM's environment, code that is not vLLM's own
+(`foreign_code`) and the content of the weights. What has no form that another process would give it too, or no content that can be read, makes the engine private.
 
 Owns: what counts beside the fields, the reasons to be private, LoRA fingerprints and the start of the hash chain.
 Refuses to know: how the server hashes all this into a namespace.
@@ -10,8 +10,6 @@ Refuses to know: how the server hashes all this into a namespace.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import importlib.util
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,11 +20,12 @@ from typing import Any
 import torch
 import vllm
 from kvserver.adapters.common.weights import NoWeights, file_digest, folder_digest
+from kvserver.adapters.vllm import foreign_code
 from kvserver.adapters.vllm.canonical import Refused, canonical, counted_fields, digest, hf_content, is_hf_config
+from kvserver.adapters.vllm.context_length import counted_length, is_model
 from kvserver.adapters.vllm.harmless import HARMLESS_VARIABLES, OTHER_VARIABLES
 from kvserver.adapters.vllm.support import hash_block_tokens
 from vllm import envs
-from vllm.model_executor.models import ModelRegistry
 from vllm.platforms import current_platform
 from vllm.utils.hashing import get_hash_fn_by_name
 
@@ -42,7 +41,6 @@ SHOWN = frozenset({
     "speculative_config.num_speculative_tokens",
 })  # fmt: skip
 _LONGEST_VALUE = 100
-_FITTED = "as the model configuration has it"
 
 # Formats that take the weights from the files of the model's folder.
 _FROM_FILES = frozenset({
@@ -88,6 +86,7 @@ def config_identity(vllm_config: Any, kv_cache_config: Any) -> Identity:
     found = Identity()
     for name, value in (*_config(vllm_config, ""), *_facts(vllm_config, kv_cache_config), *_environment()):
         found.add(name, value)
+    _add_code(found, vllm_config, kv_cache_config)
     cache, multimodal = vllm_config.cache_config, vllm_config.model_config.multimodal_config
     if multimodal is not None and not multimodal.mm_processor_cache_gb and not cache.enable_prefix_caching:
         found.refuse(
@@ -148,8 +147,8 @@ def weights_of(model: Any, load: Any, model_version: str = "", whole_digests: bo
 
 def _config(config: Any, prefix: str) -> Iterator[tuple[str, Any]]:
     """(path, value) of every field that counts, down to values that are no configuration themselves."""
-    if _is_model(config):
-        yield f"{prefix}max_model_len", _max_model_len(config)
+    if is_model(config):
+        yield f"{prefix}max_model_len", counted_length(config)
     for name, value in counted_fields(config):
         path = prefix + name
         if is_hf_config(value):
@@ -183,6 +182,23 @@ def _environment() -> Iterator[tuple[str, Any]]:
         yield f"environment.{name}", os.environ.get(name)
 
 
+def _add_code(found: Identity, vllm_config: Any, kv_cache_config: Any) -> None:
+    """What is not vLLM's own: its version does not state it."""
+    for entry in foreign_code.plugins():
+        found.add(f"plugin {entry.name}", foreign_code.plugin_version(entry))
+    named = [
+        *((name, foreign_code.code_of) for name in foreign_code.foreign_packages(vllm_config, kv_cache_config)),
+        *((name, foreign_code.remote_code_of) for name in foreign_code.remote_repositories(vllm_config)),
+    ]
+    for name, read in sorted(named, key=lambda item: item[0]):
+        try:
+            found.add(f"code of {name}", read(name))
+        except (foreign_code.NoCode, OSError) as reason:
+            found.refuse(
+                f"code of {name}: {reason if isinstance(reason, foreign_code.NoCode) else type(reason).__name__}"
+            )
+
+
 def _models(vllm_config: Any) -> Iterator[tuple[str, Any, Any]]:
     """(name, ModelConfig, LoadConfig) of the model and of a draft model of its own."""
     model, load = vllm_config.model_config, vllm_config.load_config
@@ -204,43 +220,6 @@ def _device(device_type: str) -> list[str]:
         supported = getattr(torch.cpu, name, None)
         found.append(str(bool(supported is not None and supported())))
     return found
-
-
-# ---- the length of a context, which some models compute with -----------------------------------
-
-
-def _is_model(config: Any) -> bool:
-    return hasattr(config, "max_model_len") and hasattr(config, "hf_config")
-
-
-def _max_model_len(model: Any) -> int | str | None:
-    """Its value when the model was built; None where the model does not read it.
-
-    LongRoPE chooses its factors by it, Llama 4 the temperature of its attention. Where vLLM fits it to the memory (-1),
-    that comes later: the model was built with the value of its configuration.
-    """
-    if not _reads_max_model_len(model):
-        return None
-    fitted = model.original_max_model_len == -1
-    return _FITTED if fitted else int(model.max_model_len)
-
-
-def _reads_max_model_len(model: Any) -> bool:
-    for config in (model.hf_config, getattr(model, "hf_text_config", None)):
-        rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
-        if "longrope" in str(rope) or "llama4" in str(getattr(config, "model_type", "")):
-            return True
-    return any(_source_names_it(name) for name in getattr(model.hf_config, "architectures", None) or [""])
-
-
-@functools.cache
-def _source_names_it(architecture: str) -> bool:
-    """Whether the model's module contains the word; assumed for a module that is not vLLM's own."""
-    module = getattr(ModelRegistry.models.get(architecture), "module_name", "")
-    if not module.startswith("vllm."):
-        return True
-    spec = importlib.util.find_spec(module)
-    return spec is None or spec.origin is None or "max_model_len" in Path(spec.origin).read_text(errors="replace")
 
 
 # ---- keys and LoRAs ---------------------------------------------------------------------------
@@ -275,9 +254,9 @@ def chain_durability(algorithm: str) -> Durability:
 def lora_fingerprint(lora: Any, whole: bool = False) -> str | None:
     """Name and content of a LoRA: block hashes cover its name only, and files behind a name may differ.
 
-    None where there is no folder: vLLM downloads whatever the hub has then.
+    None where its weights are not files in a folder: vLLM downloads whatever the hub has then, or (up to 0.30) reads tensorizer's.
     """
     folder = Path(lora.lora_path).expanduser()
-    if not folder.is_dir():
+    if not folder.is_dir() or getattr(lora, "tensorizer_config_dict", None):
         return None
     return digest([lora.lora_name, bool(lora.is_3d_lora_weight), folder_digest(folder, deep=False, whole=whole)])

@@ -59,6 +59,11 @@ class Promises:
         self._open[request_id] = _Promise(l1, l2, placed=True)
         return l2
 
+    def is_open(self, request_id: str) -> bool:
+        """Whether vLLM has not yet stated what it uses of a promise."""
+        promise = self._open.get(request_id)
+        return promise is not None and not promise.placed
+
     def being_loaded(self, request_id: str) -> tuple[int, int]:
         """Tokens from L1 and from L2."""
         promise = self._open.get(request_id)

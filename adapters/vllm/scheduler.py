@@ -85,6 +85,7 @@ class SchedulerHalf:
             trusts_uuids=settings.trust_multi_modal_uuids,
             whole_digests=settings.weights_digest == "whole",
             hash_algorithm=facts.hash_algorithm,
+            embeddings_dtype=facts.dtype,
         )
         self._pool = PoolHook()
         seconds = settings.store_timeout_ms / 1000 + _REPORT_SECONDS
@@ -162,8 +163,10 @@ class SchedulerHalf:
 
     def allocated(self, request: Request, tables: Tables, external_tokens: int) -> None:
         """vLLM has allocated the request's blocks; with external tokens, some of them are to be loaded."""
-        self._guarded("sources of a prompt", self._placed, request, external_tokens)
         state = self._requests.get(request.request_id)
+        if state is not None and external_tokens <= 0 and self._promises.is_open(request.request_id):
+            state.not_loaded = "not_used"
+        self._guarded("sources of a prompt", self._placed, request, external_tokens)
         if state is not None:
             state.admitted, state.awaits_blocks = True, False
             # Its blocks are others now, and a load may still have to fill them.
@@ -348,7 +351,8 @@ class SchedulerHalf:
         self._promises.ended(request.request_id)
         if state is not None:
             self._lookups.drop_question(state)
-        why = "computes_all" if request.skip_reading_prefix_cache else state.not_loaded if state is not None else ""
+        why = state.not_loaded if state is not None else ""
+        why = "computes_all" if request.skip_reading_prefix_cache else why or self._variants.why_without_cache(request)
         self._notices.end_request(request.request_id, self._speed.tokens_per_second, prompt, why)
 
     def reset_cache(self) -> bool:

@@ -1,5 +1,8 @@
 """Which configurations of vLLM are served, and how some of them change what is done.
 
+The rule: where vLLM refuses a connector by its name, its reason is asked of us too, in each version (the table is in adapters/README.md); so
+is every result of a token that vLLM keeps beside the KV cache, since what another engine computed has none here.
+
 Owns: the reasons to run without cache, read from vLLM's configuration and version. Refuses to know: what is done then.
 """
 
@@ -79,6 +82,9 @@ def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, outer: 
             return f"KV cache of kind {kind} before vLLM 0.30, which would compute on null blocks after a failed load"
         if "Mamba" in kind and (reason := _states_not_served(vllm_config, layer)):
             return f"KV cache of kind {kind}: {reason}"
+    for group in kv_cache_config.kv_cache_groups:  # of 0.30 and later
+        if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
+            return "a KV cache group of HiSparse, of which vLLM keeps a part in the host's memory or transfers nothing"
     # Not whether prefix caching is on: an operator may turn vLLM's own off, and vLLM does on CPUs, see whole_prompts_only.
     if not vllm_config.model_config.is_prefix_caching_supported:
         return "vLLM does not cache prefixes of this model"
@@ -88,9 +94,23 @@ def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, outer: 
         return f"{len(specs)} KV cache groups before vLLM 0.30; disable the hybrid KV cache manager"
     if vllm_config.model_config.enable_sleep_mode and not hasattr(base.KVConnectorBase_V1, "unregister_kv_caches"):
         return "sleep mode before vLLM 0.33, which frees the KV cache without notifying its connector"
+    aux_output = getattr(
+        vllm_config, "aux_output_config", None
+    )  # 0.31 and later; before, vLLM itself refuses connectors
+    if getattr(aux_output, "enable_return_routed_experts", False) and not takes_hits_without_experts_back():
+        return "enable_return_routed_experts before vLLM 0.33, which keeps the experts of cached tokens in the process that computed them"
     if {vllm_config.kv_transfer_config.kv_role, outer.kv_role} != {"kv_both"}:
         return "kv_role must be kv_both"
     return None
+
+
+def takes_hits_without_experts_back() -> bool:
+    """Whether vLLM loads nothing of tokens whose routed experts it does not have; 0.33 and later."""
+    try:
+        from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
+    except ImportError:  # before 0.31
+        return False
+    return hasattr(AuxOutputSchedulerConnector, "cap_external_hit")
 
 
 def _states_not_served(vllm_config: VllmConfig, spec: Any) -> str:

@@ -1,12 +1,17 @@
-"""What may differ between requests of one registration: weights, LoRA, and who named its images.
+"""What may differ between requests of one registration: weights, LoRA, the dtype of embeddings, and who named its images.
 
-Owns: the weights epoch, the LoRAs seen, and the text that goes with every key, with its durability: whether another start of an
+The rule: what vLLM's block hash leaves out because it means one thing within one process is here, or in the identity, or keeps the
+request from the cache (the table is in adapters/README.md). What vLLM's own cache may take for another, it also hands to a later request,
+whose store would give it on: once such a thing was seen, no request that it can be taken for stores.
+
+Owns: the weights epoch, the LoRAs and dtypes seen, and the text that goes with every key, with its durability: whether another start of an
 engine would have the same text, and whether one on another machine would. Refuses to know: keys,
 and how the server hashes the text into a namespace.
 
 A LoRA is the files that its name and path had at its first request. vLLM reads them again when it had evicted
 the LoRA, or on request, but keeps its own blocks and their hashes: once the files were replaced it is unknown which of
-them a block was computed with, and requests with that name and path run without cache. New files at a new path are a new LoRA.
+them a block was computed with, and requests with that name and path run without cache. New files at a new path are a new LoRA; before
+vLLM 0.31, whose hashes have the name only, under a new name.
 """
 
 from __future__ import annotations
@@ -23,10 +28,13 @@ from typing import Any, NamedTuple
 
 from kvserver.adapters.common.weights import NoWeights, stamps_of
 from kvserver.adapters.vllm.identity import chain_durability, chain_start, lora_fingerprint
+from kvserver.adapters.vllm.support import vllm_version
 
 from kvserver.protocol import Durability
 
 log = logging.getLogger("vllm.kvserver")
+
+_HASHES_PATHS = (0, 31)  # vLLM's block hashes have a LoRA's path beside its name from then on
 
 
 class Variant(NamedTuple):
@@ -48,7 +56,7 @@ class Variants:
     start, a version that is configured at the start does not change it.
     `trusts_uuids`: names of multimodal items, which may be the users', mean the same to every engine. `whole_digests`: the
     fingerprint of a LoRA covers every byte of its files, which a thread of its own reads: a second for each gigabyte is too long for
-    the scheduler's. Until then the LoRA's requests run without cache.
+    the scheduler's. Until then the LoRA's requests run without cache. `embeddings_dtype`: the model's, of prompts of embeddings.
     """
 
     def __init__(
@@ -61,6 +69,7 @@ class Variants:
         trusts_uuids: bool = False,
         whole_digests: bool = False,
         hash_algorithm: str = "",
+        embeddings_dtype: Any = None,
     ) -> None:
         self.private = private
         self._whole_digests = whole_digests
@@ -76,6 +85,8 @@ class Variants:
         self._chain_durability = Durability.PROCESS  # known when `_chain` is
         self._loras: dict[tuple[str, str], _Lora] = {}  # by name and path, as vLLM's block hashes have them
         self._replaced: set[tuple[str, str]] = set()
+        self._embeddings_dtype = embeddings_dtype
+        self._foreign_embeddings = False  # vLLM's own cache may have blocks of another dtype
         self._unread: SimpleQueue[tuple[_Lora, Any]] = SimpleQueue()
         self._reader: threading.Thread | None = None
 
@@ -105,8 +116,11 @@ class Variants:
 
     def of(self, request: Any) -> Variant | None:
         """For a request: the text "epoch" or "epoch/lora", and its durability; None if it must run without cache."""
+        if self._confuses_embeddings(request):
+            return None
         lora = request.lora_request
         private = bool(request.mm_features) and not self._trusts_uuids
+        private = private or request.prompt_is_token_ids is not None  # no hash has it, so token 0 may be an embedding
         known = self._lora(lora) if lora is not None else None
         if lora is not None and known is None:
             return None
@@ -120,8 +134,26 @@ class Variants:
         return Variant(f"{epoch}/{_digest(known.fingerprint or lora.lora_path)}", durability)
 
     def is_current(self, request: Any, variant: Variant) -> bool:
-        """Whether the request still computes with the weights that `variant` names: a LoRA's files may be replaced."""
-        return request.lora_request is None or self.of(request) == variant
+        """Whether `variant` still names what the request computes with: a LoRA's files may be replaced, or other embeddings come."""
+        return (request.lora_request is None and request.prompt_embeds is None) or self.of(request) == variant
+
+    def why_without_cache(self, request: Any) -> str:
+        """One of EndRequest's codes, or "" if it has none."""
+        return "embeddings_dtype" if request.prompt_embeds is not None and self._foreign_embeddings else ""
+
+    def _confuses_embeddings(self, request: Any) -> bool:
+        """Whether other embeddings may have the hashes of this request's: vLLM hashes raw bytes, and casts them to its dtype later."""
+        if request.prompt_embeds is None:
+            return False
+        if request.prompt_embeds.dtype != self._embeddings_dtype and not self._foreign_embeddings:
+            self._foreign_embeddings = True
+            log.warning(
+                "prompt embeddings of %s, and the model's dtype is %s: prompts of embeddings run without kvserver from now on",
+                request.prompt_embeds.dtype,
+                self._embeddings_dtype,
+            )
+        self._counters["foreign_embeddings_requests"] += self._foreign_embeddings
+        return self._foreign_embeddings
 
     def _own(self, epoch: str) -> str:
         """The epoch's text for this incarnation of the engine only."""
@@ -129,12 +161,14 @@ class Variants:
 
     def _lora(self, lora: Any) -> _Lora | None:
         """None if its files are not read yet, or are not those of its first request."""
-        name = (lora.lora_name, lora.lora_path)
-        stamps = stamps_of(Path(lora.lora_path).expanduser())
+        files = stamps_of(Path(lora.lora_path).expanduser())
+        hashed = vllm_version() >= _HASHES_PATHS
+        name = (lora.lora_name, lora.lora_path if hashed else "")
+        stamps = (lora.lora_path, files)
         known = self._loras.get(name)
         if known is None:
             known = self._loras[name] = _Lora(stamps)
-            if self._whole_digests and stamps:
+            if self._whole_digests and files:
                 self._read_later(known, lora)
             else:
                 self._read(known, lora)
@@ -144,8 +178,9 @@ class Variants:
         if name not in self._replaced:
             self._replaced.add(name)
             log.warning(
-                "the files of LoRA %r were replaced: its requests run without kvserver; give new files a new path",
+                "the files of LoRA %r were replaced: its requests run without kvserver; give new files a new %s",
                 lora.lora_name,
+                "path" if hashed else "name",
             )
         return None
 

@@ -263,7 +263,7 @@ class EndRequest(Message, omit_defaults=True):
     loads: Small = 0  # ended loads, counted once for all ranks; includes loads after a preemption
     failed_loads: Small = 0  # ended loads that failed on at least one rank
     # Why the engine loaded nothing although a lookup found chunks: lookup_timeout, computes_all, whole_prompts_only,
-    # weights_changed, request_limit, load_failed; "" if something was loaded or the reason is not known.
+    # weights_changed, request_limit, load_failed, not_used, embeddings_dtype; "" if something was loaded or the reason is not known.
     not_loaded: Label = ""
     l2_tokens: Tokens | None = None  # of loaded_tokens: read from L2 for this request; None: not stated
 

@@ -66,7 +66,8 @@ def test_keys_of_xxhash_end_with_their_process(monkeypatch: pytest.MonkeyPatch, 
 
 
 def request(lora: LoRARequest | None = None, images: bool = False) -> Any:
-    return SimpleNamespace(lora_request=lora, mm_features=["an image"] if images else [])
+    images_of = ["an image"] if images else []
+    return SimpleNamespace(lora_request=lora, mm_features=images_of, prompt_embeds=None, prompt_is_token_ids=None)
 
 
 def made(version: Callable[[], str] = lambda: "", private: str = "", **options: Any) -> Variants:

@@ -25,7 +25,9 @@ def lora(folder: Path, name: str = "sql", number: int = 1, **options: Any) -> Lo
 
 
 def request(lora_request: LoRARequest | None = None, mm_features: Any = ()) -> Any:
-    return SimpleNamespace(lora_request=lora_request, mm_features=list(mm_features))
+    return SimpleNamespace(
+        lora_request=lora_request, mm_features=list(mm_features), prompt_embeds=None, prompt_is_token_ids=None
+    )
 
 
 def test_a_lora_is_its_files(tmp_path):
@@ -39,6 +41,8 @@ def test_a_lora_is_its_files(tmp_path):
     assert one != lora_fingerprint(lora(write_lora(tmp_path / "ranked", config='{"r": 8}')))
     assert one != lora_fingerprint(lora(tmp_path / "one", name="chat"))
     assert one != lora_fingerprint(lora(tmp_path / "one", is_3d_lora_weight=True))
+    elsewhere = SimpleNamespace(lora_path=str(tmp_path / "one"), tensorizer_config_dict={"tensorizer_uri": "s3://x"})
+    assert lora_fingerprint(elsewhere) is None, "up to vLLM 0.30 its weights may be tensorizer's"
 
 
 def ask(engine: Engine, name: str, request: LoRARequest | None) -> int:

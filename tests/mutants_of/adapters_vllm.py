@@ -13,6 +13,8 @@ VARIANTS = "adapters/vllm/variants.py"
 DURABILITY = "adapters/test_durability.py"
 STATE_TESTS = ("adapters/test_groups.py", "adapters/test_states.py")
 IDENTITY = "adapters/vllm/identity.py"
+CONTEXT_LENGTH = "adapters/vllm/context_length.py"
+FOREIGN_CODE = "adapters/vllm/foreign_code.py"
 CANONICAL = "adapters/vllm/canonical.py"
 SESSIONS = "issues/adapters/test_a_sessions_chunks_had_other_tokens_keys.py"
 OUT_OF_SYNC = "issues/adapters/test_an_idle_restarted_engine_stayed_out_of_sync.py"
@@ -20,6 +22,10 @@ IDENTITY_TESTS = tuple(
     f"adapters/identity/test_{subject}.py"
     for subject in ("harmless_settings", "counted_settings", "private_engines", "identity_at_daemon")
 )
+EMBEDDINGS = "issues/adapters/test_embeddings_of_another_dtype_were_shared.py"
+LENGTHS = "issues/adapters/test_the_length_of_a_context_counted_for_no_package.py"
+CODE = "issues/adapters/test_code_that_is_not_vllms_was_in_no_identity.py"
+EXPERTS = "issues/adapters/test_a_hit_without_routed_experts_ended_the_engine.py"
 UNLISTED = "issues/adapters/test_what_the_identity_did_not_list_was_shared.py"
 
 MUTANTS = (
@@ -104,6 +110,32 @@ MUTANTS = (
         "an engine whose first step computes nothing registers as one that has computed",
         CONNECTOR, "KVServerConnector.start_load_kv", "|= not plan.idle", "|= True", (OUT_OF_SYNC,),
     ),
+    # ---- context_length.py --------------------------------------------------------------------------
+    Mutant(
+        "a length that was fitted to the memory counts",
+        CONTEXT_LENGTH, "counted_length", "== -1", "== -2", IDENTITY_TESTS,
+    ),
+    Mutant(
+        "of a package one file is read",
+        CONTEXT_LENGTH, "_files", 'origin.parent.rglob("*.py") if', "[origin] if", (LENGTHS,),
+    ),
+    Mutant(
+        "what a model imports of another one is not read",
+        CONTEXT_LENGTH, "names_it", "if each in known", "if False", (LENGTHS,),
+    ),
+    # ---- foreign_code.py ----------------------------------------------------------------------------
+    Mutant(
+        "code of others counts by its name",
+        FOREIGN_CODE, "code_of", "return code_digest(_places(package))", "return package", (CODE,),
+    ),
+    Mutant(
+        "an operation that others replaced does not count",
+        FOREIGN_CODE, "_registered", '"op_registry_oot"', '"none"', (CODE,),
+    ),
+    Mutant(
+        "remote code of another repository does not count",
+        FOREIGN_CODE, "_elsewhere", 'partition("--")', 'partition("?")', (CODE,),
+    ),
     # ---- identity.py --------------------------------------------------------------------------------
     Mutant(
         "keys of a random chain are durable",
@@ -125,10 +157,6 @@ MUTANTS = (
         "weights at another place without files have the name of none",
         IDENTITY, "weights_of", "        if model_version:\n            return", "        if True:\n            return",
         IDENTITY_TESTS,
-    ),
-    Mutant(
-        "a length that was fitted to the memory counts",
-        IDENTITY, "_max_model_len", "== -1", "== -2", IDENTITY_TESTS,
     ),
     # ---- sources.py ---------------------------------------------------------------------------------
     Mutant(
@@ -152,11 +180,29 @@ MUTANTS = (
         "states are served with speculative decoding",
         SUPPORT, "_states_not_served", "vllm_config.speculative_config", "False", ("adapters/test_refusals.py",),
     ),
+    Mutant(
+        "hits without experts are loaded",
+        SUPPORT, "takes_hits_without_experts_back", 'hasattr(AuxOutputSchedulerConnector, "cap_external_hit")', "True",
+        (EXPERTS,),
+    ),
     # ---- variants.py --------------------------------------------------------------------------------
     Mutant(
         "engines whose hashes start elsewhere share",
         VARIANTS, "Variants.epoch", 'parts = [f"chain={self._chain}"]', "parts = ['']",
         ("adapters/test_variants.py::test_a_variant_is_a_short_text_that_distinguishes_chain_weights_and_lora",),
+    ),
+    Mutant(
+        "embeddings of another dtype are shared",
+        VARIANTS, "Variants._confuses_embeddings", "request.prompt_embeds.dtype != self._embeddings_dtype", "False",
+        (EMBEDDINGS,),
+    ),
+    Mutant(
+        "a prompt that runs while another dtype arrives is stored to its end",
+        VARIANTS, "Variants.is_current", " and request.prompt_embeds is None", "", (EMBEDDINGS,),
+    ),
+    Mutant(
+        "prompts of tokens and embeddings are shared",
+        VARIANTS, "Variants.of", "request.prompt_is_token_ids is not None", "False", (EMBEDDINGS,),
     ),
     Mutant(
         "a second reset keeps the epoch of the first",

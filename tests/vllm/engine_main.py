@@ -62,6 +62,13 @@ class Driver:
         )
         return {"outputs": [describe(o) for o in outputs], "seconds": time.monotonic() - began}
 
+    def op_generate_of_embeddings(self, bits: list[list[int]], dtype: str, max_tokens: int) -> dict[str, Any]:
+        """One prompt of embeddings: rows of 16 bits, which are numbers of `dtype`."""
+        import torch
+
+        prompt: Any = {"prompt_embeds": torch.tensor(bits, dtype=torch.int16).view(getattr(torch, dtype))}
+        return {"outputs": [describe(o) for o in self.llm.generate([prompt], sampling(max_tokens), use_tqdm=False)]}
+
     # The engine stepped by hand, to act between steps.
 
     def op_add(self, request_id: str, prompt: list[int], max_tokens: int) -> dict[str, Any]:

@@ -29,6 +29,7 @@ COUNTED_ARGUMENTS: dict[str, Any] = {
     "compilation_config": {"custom_ops": ["all"]},
     "disable_sliding_window": True,
     "dtype": "float32",
+    "ec_transfer_config": {"ec_connector": "ECExampleConnector", "ec_role": "ec_consumer"},
     "enable_lora": True,
     "enable_prompt_embeds": True,
     "enforce_eager": True,  # by what vLLM makes of it: other kernels
@@ -136,6 +137,36 @@ def test_a_model_that_is_not_vllms_own_may_read_the_length(identify):
         config.model_config.hf_config.architectures = ["SomebodysForCausalLM"]
 
     assert different(identify(adjust=foreign), identify(adjust=foreign, max_model_len=1024))
+
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+
+
+def test_whether_a_step_that_failed_is_computed_again_counts(identify, plain):
+    def tolerant(config: VllmConfig) -> None:
+        config.parallel_config.enable_fault_tolerance = True
+
+    assert different(identify(adjust=tolerant), plain) == {"parallel_config.enable_fault_tolerance"}
+
+
+def test_which_drafts_are_accepted_counts(identify):
+    """Acceptance may be lossy."""
+    one = identify(speculative_config=NGRAM)
+    other = identify(
+        speculative_config={**NGRAM, "rejection_sample_method": "synthetic", "synthetic_acceptance_length": 1.5}
+    )
+    assert different(one, other) == {"speculative_config.rejection_sample_method"}
+
+
+def test_where_an_encoders_output_comes_from_counts_but_for_addresses(identify):
+    def taken_from(connector: str = "ECExampleConnector", **fields: Any) -> Identity:
+        return identify(ec_transfer_config={"ec_connector": connector, "ec_role": "ec_consumer", **fields})
+
+    one = taken_from()
+    assert different(one, taken_from(engine_id="x", ec_ip="10.0.0.1", ec_port=7, ec_buffer_size=5.0)) == set()
+    for fields in ({"ec_role": "ec_both"}, {"ec_connector_extra_config": {"shared_storage_path": "/elsewhere"}}):
+        assert different(one, taken_from(**fields)) == {f"ec_transfer_config.{name}" for name in fields}
+    assert "ec_transfer_config.ec_connector" in different(one, taken_from("Another"))
 
 
 def test_processor_arguments_count(identify):

@@ -15,6 +15,7 @@ from kvserver.adapters.vllm.identity import Identity, config_identity, with_weig
 from model_folder import write_model
 from vllm import config as vllm_config
 from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
 
 
 def test_two_starts_with_the_same_arguments_have_one_identity(identify: Identify, plain: Identity) -> None:
@@ -103,6 +104,8 @@ HARMLESS_ARGUMENTS: dict[str, Any] = {
     "watermark": 0.1,
     "weight_transfer_config": {"backend": "nccl"},
 }
+if "watchdog_config" in EngineArgs.__dataclass_fields__:  # 0.33 and later
+    HARMLESS_ARGUMENTS["watchdog_config"] = {"timeout": 100.0}
 
 
 def leaves(config: Any, prefix: str = "") -> dict[str, Any]:
@@ -140,16 +143,34 @@ def configurations(config: Any) -> Iterator[Any]:
 
 
 def test_every_field_that_is_listed_as_harmless_may_have_any_value(start, caches, plain):
-    """Also those that no argument reaches; but for the two that are read for what counts."""
+    """Also those that no argument reaches; but for those that are read for what counts."""
+    read = ("model", "max_model_len", "enable_prefix_caching", "static_forward_context")
     config, changed = start(), 0
     for part in configurations(config):
         for kind in type(part).__mro__:
             for name in HARMLESS.get(kind.__name__, {}):
-                if hasattr(part, name) and name not in ("model", "max_model_len", "enable_prefix_caching"):
+                if hasattr(part, name) and name not in read:
                     object.__setattr__(part, name, "something else")
                     changed += 1
     assert changed > 200
     assert different(with_weights(config_identity(config, caches), config), plain) == set()
+
+
+OF_033 = {
+    "draft_lm_head_quantization": "fp8", "xpress_topc": 3, "fly_window_size": 4, "fly_entropy_threshold": 0.5,
+    "fly_entropy_top_k": 5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_033)
+def test_how_drafts_are_made_in_vllm_0_33_is_harmless(identify, name):
+    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+
+    def adjust(config: VllmConfig) -> None:
+        object.__setattr__(config.speculative_config, name, OF_033[name])
+
+    found = identify(speculative_config=drafts, adjust=adjust)
+    assert different(found, identify(speculative_config=drafts)) == set()
 
 
 HARMLESS_ENVIRONMENT = {
@@ -163,6 +184,11 @@ HARMLESS_ENVIRONMENT = {
     "VLLM_CACHE_ROOT": "/tmp/somewhere",
     "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "10",
     "CUDA_VISIBLE_DEVICES": "1",
+    "VLLM_CHAT_TEMPLATE_FUEL": "1000",
+    "VLLM_HTTP_MAX_REQUEST_BODY_SIZE": "1000",
+    "VLLM_MAX_MEDIA_REQUEST_DECODE_BYTES": "1000",
+    "VLLM_MAX_MEDIA_REQUEST_DOWNLOAD_SIZE_MB": "10",
+    "VLLM_REQUEST_BODY_LOG_LEVEL": "INFO",
     "OMP_NUM_THREADS": "3",
 }
 

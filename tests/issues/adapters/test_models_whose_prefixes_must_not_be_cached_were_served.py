@@ -67,6 +67,13 @@ def state_inside(config, caches):
     group_of(caches, FullAttentionSpec(**SHAPE), state)
 
 
+def of_hisparse(**facts):
+    def adjust(config, caches):
+        caches.kv_cache_groups[:] = [dataclasses.replace(group, **facts) for group in caches.kv_cache_groups]
+
+    return adjust
+
+
 def mean_pooling(config, caches):
     config.model_config = pooling(config, "MEAN")
 
@@ -93,6 +100,8 @@ def pooling(config, kind):
         (ring, "KV cache of kind CircularBufferSpec: a ring"),
         (replayed_window, "KV cache of kind SlidingWindowMLASpec: after a hit the last 40 tokens"),
         (state_inside, "KV cache of kind MambaSpec"),
+        (of_hisparse(host_resident=True), "a KV cache group of HiSparse"),
+        (of_hisparse(enable_kv_transfer=False), "a KV cache group of HiSparse"),
         (mean_pooling, "vLLM does not cache prefixes of this model"),
     ],
 )

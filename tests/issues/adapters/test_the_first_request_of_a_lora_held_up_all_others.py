@@ -32,7 +32,7 @@ def slow_files(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 def request(lora: LoRARequest | None) -> Any:
-    return SimpleNamespace(lora_request=lora, mm_features=[])
+    return SimpleNamespace(lora_request=lora, mm_features=[], prompt_embeds=None, prompt_is_token_ids=None)
 
 
 def test_requests_of_a_lora_run_without_cache_until_its_files_are_read(
