@@ -99,9 +99,9 @@ class PinnedStores:
 
     @property
     def awaited(self) -> bool:
-        """Whether an idle engine should step to receive reports of their end; bounded, since a report may be lost."""
+        """Whether an idle engine should step, to send stores and to receive reports of their end; bounded, since a report may be lost."""
         self._forget_late()
-        return self._is_awaited()
+        return bool(self._stores)
 
     def _is_awaited(self) -> bool:
         return any(0 < store.step <= self._ended for store in self._stores.values())

@@ -96,11 +96,6 @@ class Acceptance:
             self._under_way[self._step] = step
         return self._step, [held.store for held in accepted]
 
-    @property
-    def has_stores(self) -> bool:
-        """Whether an idle engine should step on: stores are to be accepted, or to be sent. Each step under way ends, or is dropped."""
-        return any(self._everywhere())
-
     # ---- a step ends ----------------------------------------------------------------------------
 
     def reported(self, step: int) -> None:

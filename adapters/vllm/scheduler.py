@@ -292,9 +292,7 @@ class SchedulerHalf:
     @property
     def has_pending_work(self) -> bool:
         """Whether an idle engine should step on: stores or records wait to be sent, or a store's end is awaited."""
-        if self._acceptance.has_stores or self._pins.awaited:
-            return True
-        return self.connected and self._notices.has_unsent_records
+        return self._pins.awaited or (self.connected and self._notices.has_unsent_records)
 
     # ---- reports of workers -------------------------------------------------------------------
 
