@@ -47,7 +47,7 @@ class HostMemory:
         return exported
 
 
-class shared_allocation(TorchFunctionMode):  # a context manager, as torch's own are named
+class shared_allocation(TorchFunctionMode):  # type: ignore[misc]  # named as torch names its own
     """Within it `torch.zeros(bytes, dtype=torch.int8, device="cpu")` allocates shared memory, while /dev/shm has space."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

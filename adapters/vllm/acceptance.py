@@ -3,12 +3,12 @@
 vLLM takes steps back. It may find after a step that a sibling's synchronous load had failed, so that all behind it is garbage; a step's
 output may raise, and then vLLM never processes the step; a request may be preempted or aborted while its step is under way. **The rule: a
 chunk may be found only once every step that computed any token of its prefix was accepted.** So a store is planned with the step that
-completes its KV, held, and sent with the first step that is planned after that one was accepted.
+completes its KV, and sent with the first step that is planned after that one was accepted.
 
 Steps are named by a number that the plan carries and the workers' report returns. They are never counted: vLLM drops a step before
 it raises, and goes on with the next one.
 
-Owns: the steps under way and the stores held for each; which blocks hold KV that was taken back (`suspects`), and for each request up to which
+Owns: the steps under way and the stores that wait for each; which blocks hold KV that was taken back (`suspects`), and for each request up to which
 token its blocks are known to hold none (`RequestState.trusted_tokens`). Refuses to know: which KV is to be stored, and how.
 """
 
@@ -26,7 +26,7 @@ from kvserver.adapters.vllm.requests import ALL_TOKENS, RequestState
 
 
 @dataclass(slots=True)
-class _Held:
+class _Unsent:
     store: StoreSpec
     state: RequestState
     end_tokens: int  # of the request, up to which the store's last object reaches
@@ -37,12 +37,12 @@ class _Held:
 class _Step:
     """A step that computes something."""
 
-    stores: list[_Held] = field(default_factory=list)
+    stores: list[_Unsent] = field(default_factory=list)
     requests: list[tuple[RequestState, int, int]] = field(default_factory=list)  # tokens computed before and after it
 
 
 class Acceptance:
-    """`block_tokens` of each KV cache group. A store is pinned before it is held here, and unpinned if it is dropped.
+    """`block_tokens` of each KV cache group. A store is pinned before it waits here, and unpinned if it is dropped.
 
     `suspects` is the pool's: a block that it allocates again is none.
     """
@@ -54,7 +54,7 @@ class Acceptance:
         self._pins, self._block_tokens, self._counters = pins, block_tokens, counters
         self._planning = _Step()
         self._under_way: dict[int, _Step] = {}  # by number, the oldest first
-        self._accepted: list[_Held] = []  # not sent yet
+        self._accepted: list[_Unsent] = []  # not sent yet
         self._step = 0  # the last one that was planned
         self._reported = 0
 
@@ -74,18 +74,18 @@ class Acceptance:
 
     def hold(self, store: StoreSpec, state: RequestState, end_tokens: int, undo: Callable[[], None]) -> None:
         """Until the step that is being planned was accepted."""
-        self._planning.stores.append(_Held(store, state, end_tokens, undo))
+        self._planning.stores.append(_Unsent(store, state, end_tokens, undo))
 
     def hold_ended(self, store: StoreSpec, state: RequestState, end_tokens: int, undo: Callable[[], None]) -> None:
         """Of a request that ends: until the step was accepted whose outputs are being processed, if there is one.
 
         REQUIRES: no later step computed KV of the store.
         """
-        held = _Held(store, state, end_tokens, undo)
+        unsent = _Unsent(store, state, end_tokens, undo)
         if self._under_way:
-            next(iter(self._under_way.values())).stores.append(held)
+            next(iter(self._under_way.values())).stores.append(unsent)
         else:
-            self._accept(held)
+            self._accept(unsent)
 
     def plan(self, computes: bool) -> tuple[int, list[StoreSpec]]:
         """End the step that is being planned: its number, and the stores that go with it."""
@@ -94,7 +94,7 @@ class Acceptance:
         accepted, self._accepted = self._accepted, []
         if computes:
             self._under_way[self._step] = step
-        return self._step, [held.store for held in accepted]
+        return self._step, [unsent.store for unsent in accepted]
 
     # ---- a step ends ----------------------------------------------------------------------------
 
@@ -121,25 +121,25 @@ class Acceptance:
         for number in [n for n in self._under_way if n < self._reported]:
             self._drop_step(number)
         for step in self._under_way.values():
-            step.stores = [held for held in step.stores if self._still_computed(held)]
-        if (step := self._under_way.pop(self._reported, None)) is not None:
-            for state, _, after in step.requests:
+            step.stores = [unsent for unsent in step.stores if self._still_computed(unsent)]
+        if (ended := self._under_way.pop(self._reported, None)) is not None:
+            for state, _, after in ended.requests:
                 state.accepted_tokens = min(after, state.request.num_computed_tokens, state.trusted_tokens)
-            for held in step.stores:
-                self.suspects.difference_update(ids_of(held.store))
-                self._accept(held)
+            for unsent in ended.stores:
+                self.suspects.difference_update(ids_of(unsent.store))
+                self._accept(unsent)
         return self._reported
 
-    def _accept(self, held: _Held) -> None:
+    def _accept(self, unsent: _Unsent) -> None:
         """It goes out with the next step; should that step's plan be lost, its pins still end some time after the step."""
-        self._accepted.append(held)
-        self._pins.sent(held.store.copy_id, self._step + 1)
+        self._accepted.append(unsent)
+        self._pins.sent(unsent.store.copy_id, self._step + 1)
 
-    def _still_computed(self, held: _Held) -> bool:
+    def _still_computed(self, unsent: _Unsent) -> bool:
         """Whether vLLM has not taken the request back behind the store's end; else it is dropped."""
-        if held.end_tokens <= min(held.state.request.num_computed_tokens, held.state.trusted_tokens):
+        if unsent.end_tokens <= min(unsent.state.request.num_computed_tokens, unsent.state.trusted_tokens):
             return True
-        self._drop(held)
+        self._drop(unsent)
         return False
 
     def _drop_step(self, number: int) -> None:
@@ -150,8 +150,8 @@ class Acceptance:
                 self._suspect(table[before // tokens :])
         for state, _, _ in requests:
             state.trusted_tokens = min(state.trusted_tokens, self._first_suspect(state.tables))
-        for held in self._under_way.pop(number).stores:
-            self._drop(held)
+        for unsent in self._under_way.pop(number).stores:
+            self._drop(unsent)
 
     def _requests_from(self, number: int) -> list[tuple[RequestState, int, int]]:
         return [each for n, step in self._under_way.items() if n >= number for each in step.requests]
@@ -164,37 +164,37 @@ class Acceptance:
 
     def drop_request(self, state: RequestState) -> None:
         """It was aborted, or has failed: what steps under way compute of it is not accepted."""
-        self._drop_where(lambda held: held.state is state, [step.stores for step in self._under_way.values()])
+        self._drop_where(lambda unsent: unsent.state is state, [step.stores for step in self._under_way.values()])
 
     def drop_stores(self, store_ids: Iterable[int]) -> list[int]:
         """Drop those of these stores that were not sent; the others, which the workers have to cancel."""
         wanted = set(store_ids)
         here: list[int] = []
 
-        def is_wanted(held: _Held) -> bool:
-            if held.store.copy_id in wanted:
-                here.append(held.store.copy_id)
-            return held.store.copy_id in wanted
+        def is_wanted(unsent: _Unsent) -> bool:
+            if unsent.store.copy_id in wanted:
+                here.append(unsent.store.copy_id)
+            return unsent.store.copy_id in wanted
 
         self._drop_where(is_wanted, self._everywhere())
         return sorted(wanted.difference(here))
 
     def drop_all(self) -> None:
-        self._drop_where(lambda held: True, self._everywhere())
+        self._drop_where(lambda unsent: True, self._everywhere())
 
-    def _everywhere(self) -> list[list[_Held]]:
+    def _everywhere(self) -> list[list[_Unsent]]:
         return [self._accepted, self._planning.stores, *(step.stores for step in self._under_way.values())]
 
-    def _drop_where(self, condition: Callable[[_Held], bool], lists: list[list[_Held]]) -> None:
+    def _drop_where(self, condition: Callable[[_Unsent], bool], lists: list[list[_Unsent]]) -> None:
         for stores in lists:
-            for held in [each for each in stores if condition(each)]:
-                stores.remove(held)
-                self._drop(held)
+            for unsent in [each for each in stores if condition(each)]:
+                stores.remove(unsent)
+                self._drop(unsent)
 
-    def _drop(self, held: _Held) -> None:
+    def _drop(self, unsent: _Unsent) -> None:
         self._counters["dropped_stores"] += 1
-        held.undo()
-        self._pins.drop(held.store.copy_id)
+        unsent.undo()
+        self._pins.drop(unsent.store.copy_id)
 
     def _suspect(self, blocks: Iterable[int]) -> None:
         self.suspects.update(block for block in blocks if block != NULL_BLOCK)

@@ -68,9 +68,9 @@ def outer_transfer(own: Any) -> Any:
 def a_sibling_allocates() -> bool:
     """Whether another connector of the MultiConnector that calls may have the KV cache allocated: vLLM ends the engine where two want to."""
     for names in _callers():
-        if isinstance(wrapper := names.get("self"), WRAPPERS):
+        if isinstance(names.get("self"), WRAPPERS):
             door = KVConnectorBase_V1.get_mem_pool_context
-            others = [type(each) for each in wrapper._connectors if type(each).__name__ != NAME]
+            others = [type(each) for each in names["self"]._connectors if type(each).__name__ != NAME]
             return any(other.get_mem_pool_context is not door for other in others)
     return False
 

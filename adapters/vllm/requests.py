@@ -41,7 +41,7 @@ class RequestState(Question):
     computed: int = 0  # tokens whose KV its blocks have after the steps planned so far; 0 while it is not scheduled
     accepted_tokens: int = 0  # of these, after the steps that vLLM has accepted
     trusted_tokens: int = ALL_TOKENS  # its blocks up to there hold nothing that was taken back
-    asked_tokens: int | None = None  # what vLLM had itself when it last asked for a hit; None: it was placed since
+    asked_tokens: int | None = None  # what vLLM had itself at its last question for a hit; None: it was placed since
     own_tokens: int = 0  # what it then loads by this connector
     boundaries: Boundaries | None = None  # None: not known yet in this session
     engine_boundary: int = 0  # tokens at which the engine itself wants the state; 0: none

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # 0.30 and later: failures are reported per request, which frees its blocks.
 TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)
 
-# 0.32 and later: a connector has a say in how the KV cache is allocated, before any address of it is known.
+# 0.32 and later: a connector may choose how the KV cache is allocated, before any address of it is known.
 ALLOCATES_IN_CONTEXT = hasattr(base.KVConnectorBase_V1, "get_mem_pool_context")
 
 # Kinds of specs whose KV is no function of the tokens up to it, or not kept for all of them. Block hashes exist all the same.

@@ -31,7 +31,7 @@ MUTANTS = (
     ),
     Mutant(
         "a step that vLLM dropped counts as accepted",
-        ACCEPTANCE, "Acceptance._drop_step", "self._drop(held)", "self._accept(held)", (TAKEN_BACK,),
+        ACCEPTANCE, "Acceptance._drop_step", "self._drop(unsent)", "self._accept(unsent)", (TAKEN_BACK,),
     ),
     Mutant(
         "blocks of a dropped step are trusted",
@@ -41,7 +41,7 @@ MUTANTS = (
     Mutant(
         "what vLLM takes back of a request is stored all the same",
         ACCEPTANCE, "Acceptance._still_computed",
-        "held.end_tokens <= min(held.state.request.num_computed_tokens, held.state.trusted_tokens)", "True", (TAKEN_BACK,),
+        "unsent.end_tokens <= min(unsent.state.request.num_computed_tokens, unsent.state.trusted_tokens)", "True", (TAKEN_BACK,),
     ),
     Mutant(
         "only the blocks that failed to load are garbage, not what was computed behind them",
