@@ -14,6 +14,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from kvserver.adapters.vllm.support import ALLOCATES_IN_CONTEXT
 from made_up_model import LAYERS, VOCAB, chain, next_token
 from planning import get_kv_cache_config_from_groups
 from vllm.config import VllmConfig
@@ -101,16 +102,14 @@ class Runner:
             own = range(rank * LAYERS, (rank + 1) * LAYERS + (rank == stages - 1))
             groups = [KVCacheGroupSpec([f"layers.{i}" for i in own], groups[0].kv_cache_spec)]
         specs = {name: _spec_of(group, name) for group in groups for name in group.layer_names}
-        allocates = hasattr(
-            connector, "get_mem_pool_context"
-        )  # vLLM 0.32 and later; before, registration moves the memory
-        with (connector.get_mem_pool_context() if allocates else None) or nullcontext():
+        # Before vLLM 0.32 registration moves the memory.
+        with (connector.get_mem_pool_context() if ALLOCATES_IN_CONTEXT else None) or nullcontext():
             views = _views(config, groups, specs)
         if register:
             addresses = [view.data_ptr() for view in views.values()]
             connector.register_kv_caches(views)
             moved = [view.data_ptr() for view in views.values()] != addresses
-            assert not (moved and allocates), "a runner has captured the addresses"
+            assert not (moved and ALLOCATES_IN_CONTEXT), "a runner has captured the addresses"
         self.layers: list[list[Layer]] = []  # by KV cache group
         for group in groups:
             self.layers.append([])
