@@ -28,15 +28,15 @@ _SPARE_BYTES = 1 << 20
 class HostMemory:
     def __init__(self, storages: Sequence[torch.UntypedStorage], may_move: bool = True) -> None:
         self.windows = [Window(s.data_ptr(), s.data_ptr(), s.nbytes()) for s in storages]
-        self._storages = storages
-        if not may_move and not all(storage.is_shared() for storage in storages):
-            raise CannotShare(
-                "the KV cache was not allocated in shared memory, and the engine knows its addresses already: "
-                "another connector allocates it, or " + _no_room(sum(s.nbytes() for s in storages))
-            )
+        self._storages, self._may_move = storages, may_move
 
     def export(self) -> Exported:
         missing = sum(s.nbytes() for s in self._storages if not s.is_shared())
+        if missing and not self._may_move:
+            raise CannotShare(
+                "the KV cache was not allocated in shared memory, and the engine knows its addresses already: "
+                "another connector allocates it, or " + _no_room(missing)
+            )
         if not _has_room(missing):
             raise CannotShare(_no_room(missing))
         exported = Exported([], [])

@@ -165,7 +165,7 @@ def test_the_null_block_is_not_quarantined(steps):
 
 def begin_load(worker: Steps, daemon: Daemon, targets: list[int]) -> None:
     """Of a chunk that is stored first; the daemon hangs when it has written a block."""
-    storage = torch.randint(1, 1 << 60, (2, 100, HEADS, BLOCK, WIDTH), dtype=torch.int64)
+    storage = torch.randint(1, 1 << 60, (2, 100, HEADS, BLOCK, WIDTH), dtype=torch.int64).share_memory_()
     caches = {f"layers.{i}": layer for i, layer in enumerate(storage.unbind(0))}
     worker.connector.register_kv_caches(caches)
     key = random.Random(1).randbytes(32)

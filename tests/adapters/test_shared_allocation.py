@@ -41,7 +41,7 @@ def test_memory_whose_address_is_known_is_refused_and_stays_where_it_is() -> Non
     memory = allocated()
     address = memory.data_ptr()
     with pytest.raises(CannotShare, match="knows its addresses"):
-        HostMemory([memory.untyped_storage()], may_move=False)
+        HostMemory([memory.untyped_storage()], may_move=False).export()
     assert (memory.data_ptr(), memory.untyped_storage().is_shared()) == (address, False)
 
 
