@@ -76,15 +76,16 @@ constexpr uint64_t kBatchIds = 16384;
 constexpr uint64_t kTableBytes = 256ull << 10;
 
 // A copy is staged where a piece of a scattered block carries less than this on average, unless
-// there are few. On an H100 that did nothing else (bench/results), over one large copy, by DMA:
-// loads of flat pieces of 24 KiB 0.08, of 28 KiB 0.62; stores of 4 KiB 0.07, 16 KiB 0.29, 20 KiB
-// 0.41, 28 KiB 0.47; both 0.87 at 64 KiB. Staged: 0.85 to 0.91 at every length. A pitched piece
-// costs about as much as a flat one: 160 rows of 4 KiB reach 0.78 and 0.84.
+// there are few. Over one large copy, measured (bench/results): by DMA, idle H100, loads of flat
+// pieces of 24 KiB 0.08, of 28 KiB 0.62; stores of 4 KiB 0.07, 16 KiB 0.29, 28 KiB 0.47; both 0.87
+// at 64 KiB. Staged: 0.85 to 0.91 at every length. A pitched piece costs about as much as a flat
+// one: 160 rows of 4 KiB reach 0.78 and 0.84.
 //
-// Beside prefill a kernel waits ~1.6 ms for its time slice (LMCache issue 5067), so kSlots batches
-// reach ~0.37: DMA is chosen where it reaches more. What both reach there was not measured.
+// Beside decode on an H200 staging reaches 0.49 to 0.60, and a step takes 1.18 to 1.36 as long; by
+// DMA 1.01 to 1.06. There DMA is as fast from 16 KiB on for stores (0.55), 28 KiB for loads (0.50).
 constexpr uint64_t kShortLoadBytes = 28ull << 10;
-constexpr uint64_t kShortStoreBytes = 20ull << 10;
+constexpr uint64_t kShortStoreBytes = 16ull << 10;
+
 // So few pieces cost less by DMA (~1.5 us each) than a launch and one more hop.
 constexpr uint64_t kFewPieces = 8;
 

@@ -14,7 +14,8 @@ from kvserver.adapters.common.settings import CommonSettings
 from kvserver.adapters.common.specs import LoadSpec, StoreSpec
 from kvserver.adapters.common.steps import StepPlan
 from kvserver.adapters.common.worker import PositionSize, Rank, WorkerHalf
-from support.gpu_memory import VmmMemory
+from support import cuda_driver
+from support.daemon import wait_until
 from support.registration import registration
 from support.worker import make_keys, packed
 
@@ -51,10 +52,10 @@ def latent() -> dict[str, torch.Tensor]:
 
 
 def by_descriptor() -> dict[str, torch.Tensor]:
-    """Memory of cuMemCreate that may be exported as a descriptor. It is not freed before the process ends."""
-    size = BLOCKS * TOKENS * HEADS * 2 * HEAD * 2
-    memory = VmmMemory(LAYERS * size)
-    whole = torch.as_tensor(_Bytes(memory.address, LAYERS * size), device="cuda:0").view(torch.bfloat16)
+    """Memory of cuMemCreate that may be exported as a descriptor."""
+    size = LAYERS * BLOCKS * TOKENS * HEADS * 2 * HEAD * 2
+    torch.cuda.init()
+    whole = torch.as_tensor(_Bytes(cuda_driver.exportable(size), size), device="cuda:0").view(torch.bfloat16)
     caches = whole.view(LAYERS, BLOCKS, TOKENS, HEADS, 2 * HEAD)
     return {f"layers.{i}": caches[i] for i in range(LAYERS)}
 
@@ -78,7 +79,8 @@ class AdapterEngine:
 
         link = Link(endpoint, "worker 0", Registration(self.shared.fds, message, GPU_MARGIN_SECONDS))
         link.start(20)
-        assert link.usable() is not None, link.cache_status
+        # The daemon's first registration makes its context, which takes long beside others that do the same.
+        wait_until(lambda: link.usable() is not None, 60, "the daemon has opened the memory")
         size = PositionSize(1, sum(plane.run_bytes for plane in self.shared.planes))
         self.faults = Faults()
         self.half = WorkerHalf(CommonSettings(endpoint=endpoint), send_queue, self.faults, Rank(0, [size]), link)

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -112,10 +113,13 @@ except CannotShare as error:
     ("allocator", "remedy"),
     [("expandable_segments:True", "expandable_segments:False"), ("backend:cudaMallocAsync", "backend:native")],
 )
-def test_memory_that_cannot_be_shared_is_refused_with_the_setting_that_changes_it(allocator: str, remedy: str) -> None:
+def test_memory_that_cannot_be_shared_is_refused_with_the_setting_that_changes_it(
+    tmp_path: Path, allocator: str, remedy: str
+) -> None:
     names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
     done = subprocess.run(
         [sys.executable, "-c", CANNOT_SHARE],
+        cwd=tmp_path,
         env={**os.environ, **dict.fromkeys(names, allocator)},
         capture_output=True,
         text=True,

@@ -59,7 +59,7 @@ def layered(blocks: int, layers: int, run: int) -> Geometry:
 class TestWays:
     @pytest.mark.parametrize(
         ("kib", "direction", "way"),
-        [(16, STORE, "staged"), (16, LOAD, "staged"), (24, STORE, "dma"), (24, LOAD, "staged")],
+        [(12, STORE, "staged"), (12, LOAD, "staged"), (16, STORE, "dma"), (16, LOAD, "staged")],
     )
     def test_short_runs_are_staged_and_stores_sooner_go_by_dma(
         self, gpu: FakeGpu, kib: int, direction: Direction, way: str

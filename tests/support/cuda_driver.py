@@ -155,20 +155,36 @@ def _whole(size: int) -> int:
     return -(-size // granularity.value) * granularity.value
 
 
+def _mapped(handle: c_uint64, size: int) -> int:
+    """The address at which this process maps the memory from now on; the mapping keeps it."""
+    address, access = c_uint64(), _Access(_Location(_DEVICE, 0), _READ_WRITE)
+    call("cuMemAddressReserve", byref(address), size, 0, 0, 0)
+    call("cuMemMap", address, size, 0, handle, 0)
+    call("cuMemSetAccess", address, size, byref(access), 1)
+    call("cuMemRelease", handle)
+    return address.value
+
+
+def exportable(size: int) -> int:
+    """The address of fresh memory that can be exported as a descriptor, as an engine has it: imported memory states that it cannot be.
+
+    It is not freed before the process ends.
+    """
+    enter()
+    handle = c_uint64()
+    call("cuMemCreate", byref(handle), _whole(size), byref(_properties()), 0)
+    return _mapped(handle, _whole(size))
+
+
 class Allocation:
     """Memory of the GPU that a descriptor stands for, mapped here; takes the descriptor over. Who made it does not matter."""
 
     def __init__(self, size: int, fd: int) -> None:
         enter()
-        handle, address = c_uint64(), c_uint64()
+        handle = c_uint64()
         self._mapped = _whole(size)
         call("cuMemImportFromShareableHandle", byref(handle), fd, _POSIX_FD)
-        call("cuMemAddressReserve", byref(address), self._mapped, 0, 0, 0)
-        call("cuMemMap", address, self._mapped, 0, handle, 0)
-        access = _Access(_Location(_DEVICE, 0), _READ_WRITE)
-        call("cuMemSetAccess", address, self._mapped, byref(access), 1)
-        call("cuMemRelease", handle)  # the mapping and the descriptor hold it
-        self.address, self.fd, self.size = address.value, fd, size
+        self.address, self.fd, self.size = _mapped(handle, self._mapped), fd, size
 
     def close(self) -> None:
         enter()
