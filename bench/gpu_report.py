@@ -183,7 +183,7 @@ def main() -> None:
     joined["machine"] = options.machine.read_text() if options.machine else ""
     if options.tests:
         joined["tests"] = counts(options.tests)
-    Path(f"{options.stem}.json").write_text(json.dumps(joined, indent=1))
+    Path(f"{options.stem}.json").write_text(json.dumps(joined) + "\n")
     Path(f"{options.stem}.md").write_text(markdown(joined))
 
 
