@@ -259,7 +259,12 @@ class SchedulerHalf:
             self._failed.store_planned(store, self._stores.copies_of(store))
         return plan
 
-    def _plan_last_stores(self, state: RequestState, tables: Tables, computed: int) -> None:
+    def _plan_last_stores(self, state: RequestState, tables: Tables) -> None:
+        """Of a request that was aborted or failed only what vLLM had accepted before."""
+        aborted = state.request.status in _NOT_ACCEPTED
+        if aborted:
+            self._acceptance.drop_request(state)
+        computed = state.accepted_tokens if aborted else state.computed
         if state.wishes.stores and not state.lost and self._may_store():
             self._stores.plan_last(state, tables, computed)
 
@@ -340,11 +345,7 @@ class SchedulerHalf:
         state = self._requests.pop(request.request_id, None)
         if state is not None:
             self._abort_loads(state)
-            aborted = request.status in _NOT_ACCEPTED
-            if aborted:
-                self._acceptance.drop_request(state)
-            computed = state.accepted_tokens if aborted else state.computed
-            self._guarded("stores of a request", self._plan_last_stores, state, tables, computed)
+            self._guarded("stores of a request", self._plan_last_stores, state, tables)
         prompt = self._sources.ended(request)
         self._promises.ended(request.request_id)
         if state is not None:

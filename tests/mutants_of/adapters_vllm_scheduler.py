@@ -55,7 +55,7 @@ MUTANTS = (
     ),
     Mutant(
         "an aborted request's step is accepted",
-        SCHEDULER, "SchedulerHalf.request_finished", "state.accepted_tokens if aborted else state.computed", "state.computed",
+        SCHEDULER, "SchedulerHalf._plan_last_stores", "state.accepted_tokens if aborted else state.computed", "state.computed",
         ("adapters/test_tails.py",),
     ),
     Mutant(
