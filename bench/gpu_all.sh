@@ -106,7 +106,7 @@ build() {
     [ -z "${KVSERVER_WHEELS:-}" ] || from=(--no-index --find-links "$KVSERVER_WHEELS")
     local pip=($env/bin/python -m pip --disable-pip-version-check -q install --no-compile)
     limited 60 "${pip[@]}" "${from[@]}" "${need[@]}" || return
-    limited 150 "${pip[@]}" --no-deps --no-index --no-build-isolation --force-reinstall -C build-dir=build/gpu-build \
+    limited "$([ -n "$arch" ] && echo 90 || echo 150)" "${pip[@]}" --no-deps --no-index --no-build-isolation --force-reinstall -C build-dir=build/gpu-build \
         -C cmake.define.KVSERVER_TESTING=ON ${arch:+-C cmake.define.KVSERVER_CUDA=ON -C "cmake.define.KVSERVER_CUDA_ARCHITECTURES=$arch-real"} . || return
     python=$PWD/$env/bin/python
 }

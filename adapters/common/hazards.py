@@ -99,7 +99,7 @@ class PinnedStores:
 
     @property
     def awaited(self) -> bool:
-        """Whether an idle engine should step, to send stores and to receive reports of their end; bounded, since a report may be lost."""
+        """True while an idle engine should step for stores. Bounded, since a report may be lost."""
         self._forget_late()
         return bool(self._stores)
 

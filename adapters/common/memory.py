@@ -39,7 +39,7 @@ class SharedCaches:
 
 
 def exporter_for(devices: Iterable[torch.device], may_move: bool = True) -> MakeExporter:
-    """How memory on these devices is shared. CannotShare unless it is all of one kind. `may_move` CPU memory."""
+    """The exporter of memory on these devices. CannotShare unless it is all of one kind. `may_move` CPU memory."""
     distinct = sorted({str(device) for device in devices})
     if len(distinct) != 1:
         raise CannotShare(f"the KV cache of one worker lies on several devices: {' and '.join(distinct)}")

@@ -337,7 +337,7 @@ class WorkerHalf:
         return seconds
 
     def take_report(self, step: int = 0) -> StepReport | None:
-        """What happened since the last call, as the report of this step; None if there is nothing to report."""
+        """The report of this step: events since the last call. None if there is nothing to report."""
         self._report.step = step
         if not self._report:
             return None

@@ -42,7 +42,7 @@ class _Step:
 
 
 class Acceptance:
-    """`block_tokens` of each KV cache group. A store is pinned before it waits here, and unpinned if it is dropped.
+    """Steps, stores and suspect blocks of one engine. `block_tokens` of each KV cache group. A store is pinned before it waits here, and unpinned if it is dropped.
 
     `suspects` is the pool's: a block that it allocates again is none.
     """
@@ -73,11 +73,11 @@ class Acceptance:
             self._suspect(table[first // tokens : -(-end // tokens)])
 
     def hold(self, store: StoreSpec, state: RequestState, end_tokens: int, undo: Callable[[], None]) -> None:
-        """Until the step that is being planned was accepted."""
+        """Keep the store back until the step that is being planned was accepted."""
         self._planning.stores.append(_Unsent(store, state, end_tokens, undo))
 
     def hold_ended(self, store: StoreSpec, state: RequestState, end_tokens: int, undo: Callable[[], None]) -> None:
-        """Of a request that ends: until the step was accepted whose outputs are being processed, if there is one.
+        """Keep the store of a request that ends back until the step whose outputs are being processed was accepted, if there is one.
 
         REQUIRES: no later step computed KV of the store.
         """
@@ -136,7 +136,7 @@ class Acceptance:
         self._pins.sent(unsent.store.copy_id, self._step + 1)
 
     def _still_computed(self, unsent: _Unsent) -> bool:
-        """Whether vLLM has not taken the request back behind the store's end; else it is dropped."""
+        """False, and the store is dropped, if vLLM has taken the request back behind the store's end."""
         if unsent.end_tokens <= min(unsent.state.request.num_computed_tokens, unsent.state.trusted_tokens):
             return True
         self._drop(unsent)

@@ -157,7 +157,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @fenced()
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
-        """How vLLM 0.32 and later allocate the KV cache on CPU: in shared memory, as model runners capture its addresses."""
+        """The context in which vLLM 0.32 and later allocate the KV cache: on CPU in shared memory, as model runners capture its addresses."""
         if self._refusal is not None or not current_platform.is_cpu() or a_sibling_allocates():
             return None
         return shared_allocation()
@@ -314,7 +314,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             scheduler.bind_pool(pool)
 
     def _has_pool(self, scheduler: SchedulerHalf) -> bool:
-        """Whether the pool is bound. vLLM binds it while it constructs its scheduler; without it there is no cache from the first call on."""
+        """True if the pool is bound, which vLLM does while it constructs its scheduler. Without it the cache is off from the first call on."""
         if not scheduler.has_pool:
             self.scheduler = None
             self._runs_without(

@@ -51,7 +51,7 @@ def _reads_it(model: Any) -> bool:
 
 @functools.cache
 def names_it(module: str | None) -> bool:
-    """Whether a file of a model's module or package contains the word, or of another model that it imports from."""
+    """True if a file of the model's module or package, or of a model that it imports from, contains the word."""
     known = {registered_module(each) for each in ModelRegistry.models}
     todo, seen = [module], set()
     while todo:

@@ -174,7 +174,7 @@ def _module(thing: Any) -> str:
 
 
 def _root(module: str) -> str:
-    """Of remote code the module: it has a folder of its own."""
+    """The module of remote code: it has a folder of its own."""
     return module if module.startswith(_REMOTE) else module.split(".")[0]
 
 

@@ -183,7 +183,7 @@ def _environment() -> Iterator[tuple[str, Any]]:
 
 
 def _add_code(found: Identity, vllm_config: Any, kv_cache_config: Any) -> None:
-    """What is not vLLM's own: its version does not state it."""
+    """Code that is not vLLM's own: vLLM's version does not state it."""
     for entry in foreign_code.plugins():
         found.add(f"plugin {entry.name}", foreign_code.plugin_version(entry))
     named = [

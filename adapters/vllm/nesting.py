@@ -41,7 +41,7 @@ def _find(name: str | None, extra: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def has_inexact_siblings(outer: Any) -> bool:
-    """Whether a connector beside this one may load KV that no engine has computed so. `outer`: the configuration that vLLM reads."""
+    """True if a connector beside this one may load KV that no engine has computed so. `outer`: the configuration that vLLM reads."""
     return any(name not in EXACT for name in _names(outer.kv_connector, outer.kv_connector_extra_config or {}))
 
 
@@ -66,7 +66,7 @@ def outer_transfer(own: Any) -> Any:
 
 
 def a_sibling_allocates() -> bool:
-    """Whether another connector of the MultiConnector that calls may have the KV cache allocated: vLLM ends the engine where two want to."""
+    """True if another connector of the calling MultiConnector may allocate the KV cache: vLLM ends an engine where two want to."""
     for names in _callers():
         if isinstance(names.get("self"), WRAPPERS):
             door = KVConnectorBase_V1.get_mem_pool_context

@@ -170,7 +170,7 @@ class SchedulerHalf:
         if state is not None:
             state.admitted, state.awaits_blocks = True, False
             # Its blocks are others now, and a load may still have to fill them.
-            state.computed = state.accepted_tokens = 0
+            state.computed = 0
         if external_tokens <= 0:
             return
         if state is not None:
@@ -264,7 +264,8 @@ class SchedulerHalf:
         aborted = state.request.status in _NOT_ACCEPTED
         if aborted:
             self._acceptance.drop_request(state)
-        computed = state.accepted_tokens if aborted else state.computed
+        # The end of a step before a preemption counts for blocks that a load may not have filled yet: these have none computed.
+        computed = min(state.accepted_tokens, state.computed) if aborted else state.computed
         if state.wishes.stores and not state.lost and self._may_store():
             self._stores.plan_last(state, tables, computed)
 

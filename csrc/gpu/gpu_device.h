@@ -77,7 +77,7 @@ constexpr uint64_t kTableBytes = 256ull << 10;
 
 // A copy is staged where a piece of a scattered block carries less than this on average, unless
 // there are few. Over one large copy, measured (bench/results): by DMA, idle H100, loads of flat
-// pieces of 24 KiB 0.08, of 28 KiB 0.62; stores of 4 KiB 0.07, 16 KiB 0.29, 28 KiB 0.47; both 0.87
+// pieces of 24 KiB 0.08, of 28 KiB 0.62; stores of 4 KiB 0.07, 16 KiB 0.29, 28 KiB 0.47; both 0.85
 // at 64 KiB. Staged: 0.85 to 0.91 at every length. A pitched piece costs about as much as a flat
 // one: 160 rows of 4 KiB reach 0.78 and 0.84.
 //

@@ -345,7 +345,7 @@ def test_blocks_out_of_use_and_stores_cancelled_for_others(make_daemon, make_eng
         engine.run(60, until=lambda: more.finish_reason is not None)
     engine.run()
     front.record_steps()
-    assert front.series("cancelled_stores_total")[()] + front.series("dropped_stores_total")[()] > 0
+    assert front.series("cancelled_stores_total")[()] > 0
 
 
 def test_faults_are_counted_where_they_were(make_daemon, make_engine, make_front_end, monkeypatch):

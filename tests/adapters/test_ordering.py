@@ -47,6 +47,7 @@ def begin_store(engine: Engine, name: str = "first", tokens: list[int] = TOKENS)
     """Serve a request whose store waits for the GPU. REQUIRES: the GPU is on hold."""
     answer, before = engine.add(name, tokens, count=1), len(engine.stores)
     engine.run(until=lambda: answer.finish_reason is not None and len(engine.stores) > before)
+    assert engine.connector.has_pending_push_work()
     engine.finish_steps()
 
 

@@ -160,10 +160,14 @@ def test_a_request_that_is_aborted_while_it_loads_stores_nothing(make_daemon, ma
     assert not warm.stores
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["", "the step before ends late"])
 def test_a_preempted_request_that_is_aborted_before_its_blocks_are_filled_stores_none_of_them(
-    daemon, make_engine, make_forgetful_engine, monkeypatch
+    daemon, make_engine, make_forgetful_engine, monkeypatch, late
 ):
-    """What it had computed lay in other blocks. Its load fails, so the new ones count as neither found nor stored."""
+    """What it had computed lay in other blocks. Its load fails, so the new ones count as neither found nor stored.
+
+    Asynchronous: the step in which it was preempted may end when the load was planned, and is accepted then.
+    """
     tokens, length = prompt(44, BLOCK + 4), 3 * BLOCK + 8
     engine = make_forgetful_engine(daemon, may_fail=True)
     engine.add("one", tokens, count=CHUNK)
@@ -175,6 +179,8 @@ def test_a_preempted_request_that_is_aborted_before_its_blocks_are_filled_stores
     monkeypatch.setattr(LoadPlanner, "plan", lambda *_: 1 / 0)
     engine.run(until=lambda: bool(engine.loads))
     assert engine.status_of("one") == "WAITING_FOR_REMOTE_KVS"
+    if late:
+        engine.connector.scheduler._requests["one"].accepted_tokens = length
     engine.abort("one")
     engine.run()
     assert engine.errors() == {"planning of a load: ZeroDivisionError": 1}

@@ -35,17 +35,17 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nesting, "EXACT", (*nesting.EXACT, "Sibling"))
 
 
-def begin_step_of(engine: Engine, name: str) -> None:
+def begin_step_of(engine: Engine, name: str, garbage: bool = True) -> None:
     """Step until a step that computes tokens of the request was executed, with garbage, and not yet accepted."""
     for runner in engine.runners:
         runner.check = lambda *_: None  # type: ignore[method-assign]
     for _ in range(10_000):
         output = engine.scheduler.schedule()
-        garbage = name in output.num_scheduled_tokens
-        engine.weights = GARBAGE if garbage else 0
+        computes = name in output.num_scheduled_tokens
+        engine.weights = GARBAGE if computes and garbage else 0
         engine._queue.append((output, engine.execute(output)))
         engine.weights = 0
-        if garbage:
+        if computes:
             return
         engine.finish_steps()
     raise AssertionError(f"{name} was never scheduled")
@@ -80,6 +80,35 @@ def test_a_step_whose_output_raised_is_not_found(
     assert serve(engine, "after", prompt(8, 40)).right
     assert read_elsewhere(make_engine, daemon).external == 0
     assert engine.connector.scheduler.counters["dropped_stores"] > 0
+
+
+def test_a_dropped_step_of_a_request_that_goes_on_is_not_found(make_daemon: Callable, make_engine: MakeEngine) -> None:
+    daemon = make_daemon()
+    engine = make_engine(daemon, asynchronous=False)
+    engine.add("r", TOKENS, count=50)
+    begin_step_of(engine, "r")
+    engine._queue.clear()
+    after = engine.add("after", prompt(8, 40))
+    engine.run(until=lambda: after.finish_reason is not None and engine.connector.scheduler.counters["dropped_stores"])
+    engine.abort("r")
+    engine.run(until=lambda: not engine.busy)
+    assert read_elsewhere(make_engine, daemon).external == 0
+
+
+def test_of_an_aborted_request_only_accepted_steps_are_found(make_daemon: Callable, make_engine: MakeEngine) -> None:
+    """Two steps are under way: the first one is accepted, the second one, which computed garbage, is dropped."""
+    daemon = make_daemon(tails="on")
+    engine = make_engine(daemon, asynchronous=True, max_tokens_per_step=2 * CHUNK)
+    engine.add("r", TOKENS, count=50)
+    begin_step_of(engine, "r", garbage=False)
+    begin_step_of(engine, "r")
+    assert len(engine._queue) == 2
+    engine.abort("r")
+    engine._update(*engine._queue.popleft())
+    engine._queue.clear()
+    engine.batch.rows.clear()
+    assert serve(engine, "after", prompt(8, 40)).right
+    assert read_elsewhere(make_engine, daemon).external <= 2 * CHUNK
 
 
 @SCHEDULING
