@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from kvserver.adapters.common.specs import LoadSpec, StoreSpec
 
 NULL_BLOCK = 0  # in place of a block that a window has passed
+ASLEEP = -1
 
 
 @dataclass
@@ -35,6 +36,7 @@ class StepReport:
     quarantined: list[tuple[int, list[int]]] = field(default_factory=list)  # (load id, block ids)
     released: list[int] = field(default_factory=list)  # load ids: quarantine is over
     step: int = 0  # the plan's: an engine may take a step back, so steps are named, never counted
+    wakes: int = 0  # how often the engine has slept and was woken; ASLEEP while it sleeps
 
     def aggregate(self, other: StepReport) -> StepReport:
         return StepReport(
@@ -44,6 +46,7 @@ class StepReport:
             self.quarantined + other.quarantined,
             self.released + other.released,
             max(self.step, other.step),
+            min(self.wakes, other.wakes),
         )
 
     def __bool__(self) -> bool:

@@ -27,7 +27,7 @@ from kvserver.adapters.common.link import WORDS, Link, Session
 from kvserver.adapters.common.send_queue import Message, NotSent, SendQueue
 from kvserver.adapters.common.settings import CommonSettings
 from kvserver.adapters.common.specs import LoadSpec, StoreSpec, ids_of
-from kvserver.adapters.common.steps import NULL_BLOCK, StepPlan, StepReport
+from kvserver.adapters.common.steps import ASLEEP, NULL_BLOCK, StepPlan, StepReport
 
 from kvserver._native import State
 from kvserver.protocol import Error, Reply, Retrieve, Store, Stored
@@ -84,6 +84,8 @@ class WorkerHalf:
         self._free_words: list[int] = []
         self._copies: dict[int, Copy] = {}  # in flight, by the id of its spec, which is its sequence
         self._report = StepReport()
+        self._wakes = 0
+        self._asleep = False  # between detach() and attach()
         self._parts: dict[str, tuple[int, bool]] = {}  # of loads under way, by request: (copies that ended, one failed)
         self._finished: set[str] = set()
         self._failed: set[str] = set()  # of those, failed as a whole
@@ -338,7 +340,7 @@ class WorkerHalf:
 
     def take_report(self, step: int = 0) -> StepReport | None:
         """The report of this step: events since the last call. None if there is nothing to report."""
-        self._report.step = step
+        self._report.step, self._report.wakes = step, ASLEEP if self._asleep else self._wakes
         if not self._report:
             return None
         report, self._report = self._report, StepReport()
@@ -361,7 +363,7 @@ class WorkerHalf:
                 copy.cancel()
         if self._link is not None:
             self._leaving.append(self._link)
-            self._link = None
+            self._link, self._asleep = None, True
         deadline = time.monotonic() + seconds
         for link in list(self._leaving):
             with self._faults.guarded("ending the connection"):
@@ -378,8 +380,9 @@ class WorkerHalf:
         return True
 
     def attach(self, link: Link) -> None:
-        """Continue with this link. REQUIRES: detached."""
-        self._link = link
+        """Continue with this link after sleep. REQUIRES: detached."""
+        self._link, self._asleep = link, False
+        self._wakes += 1
 
     def shut(self) -> None:
         try:

@@ -145,6 +145,14 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._off = CacheStatus(reason, why)
         log.warning("kvserver: this engine runs without cache: %s", why)
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """vLLM 0.33 and later. On GPUs sleep mode allocates the KV cache in memory that no other process can map (cumem); vLLM does not start then."""
+        served = bool(current_platform.is_cpu())
+        if not served:
+            log.error("kvserver: sleep mode allocates GPU memory that cannot be shared; leave out --enable-sleep-mode")
+        return served
+
     @property
     def requires_kv_delivery(self) -> bool:
         return False  # a cache: what it drops is a miss, never lost output

@@ -39,6 +39,7 @@ from kvserver.adapters.vllm.load_plans import LoadPlanner
 from kvserver.adapters.vllm.promises import Promises
 from kvserver.adapters.vllm.requests import Requests, RequestState
 from kvserver.adapters.vllm.settings import AdapterSettings
+from kvserver.adapters.vllm.sleeps import Sleeps
 from kvserver.adapters.vllm.sources import Sources
 from kvserver.adapters.vllm.store_plans import StorePlanner
 from kvserver.adapters.vllm.support import rehashes_sessions
@@ -59,6 +60,7 @@ log = logging.getLogger("vllm.kvserver")
 _IDLE_WAIT_SECONDS = 0.001  # of a pass that schedules nothing, while requests wait for fills
 _REPORT_SECONDS = 1.0  # from a store's deadline until the workers have reported its end
 _NOT_ACCEPTED = (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR)  # ends from outside of a step
+_RESET = "epoch: private since reset_cache"
 _MOST_KEPT = 16  # stores alone keep a sixteenth of the pool's blocks at most, once the engine may need blocks
 
 P = ParamSpec("P")
@@ -72,6 +74,7 @@ class SchedulerHalf:
         self._serves = False  # until the pool's hook sees which blocks are allocated
         self._stale_hashes = False  # vLLM's own cache may have blocks under hashes of other tokens
         self._follows_resets = facts.weights_are_transferred or settings.on_prefix_reset == "private"
+        self._sleeps = Sleeps(settings.on_sleep == "keep" and not facts.weights_are_transferred)
         self._resets_seen = 0
         self._clears_awaited = 0  # until the pool was cleared so often, blocks may hold KV of former weights
         self._requests = Requests(faults)
@@ -146,6 +149,8 @@ class SchedulerHalf:
             return None, False  # first: many may wait, and vLLM asks about each in each pass
         self._sources.asked(request.request_id, local_tokens)
         self._follow_resets()
+        if self._sleeps.in_question and not self._gave_up_on_sleep():
+            return None, False
         tokens = self._hits.tokens_to_load(state, local_tokens, has_all) if self._serves else 0
         state.awaits_blocks = tokens is not None
         if state.answer is not None:
@@ -305,6 +310,7 @@ class SchedulerHalf:
     def worker_report(self, report: StepReport) -> None:
         """Process each entry on its own: it is reported once, and a fault in one must not lose another."""
         self._acceptance.reported(report.step)
+        self._guarded("resets", self._look_for_sleep, report)
         for load_id, block_ids in report.quarantined:
             self._guarded("quarantine", self._quarantined, load_id, block_ids)
         for request_id in report.failed_loads:
@@ -356,10 +362,21 @@ class SchedulerHalf:
         self._notices.end_request(request.request_id, self._speed.tokens_per_second, prompt, why)
 
     def reset_cache(self) -> bool:
-        """vLLM reports that the weights may have changed. It resets its own blocks first, if it can."""
+        """vLLM reports that the weights may have changed, or goes to sleep. It resets its own blocks first, if it can."""
         self._resets_seen = self._pool.resets
-        self._begin_epoch("epoch: private since reset_cache", self._pool.clears + (not self._pool.unused))
+        self._clears_awaited = self._pool.clears + (not self._pool.unused)
+        if self._variants.has_new_version or not self._sleeps.may_explain_reset():
+            self._begin_epoch(_RESET, self._clears_awaited)
         return True
+
+    def _look_for_sleep(self, report: StepReport) -> None:
+        if self._sleeps.reported(report.wakes):
+            self._begin_epoch(_RESET, self._clears_awaited)
+
+    def _gave_up_on_sleep(self) -> bool:
+        if gave_up := self._sleeps.gave_up():
+            self._begin_epoch(_RESET, self._clears_awaited)
+        return gave_up
 
     def _follow_resets(self) -> None:
         """Follow a reset of the prefix cache that vLLM did not pass on to the connector: trainers reset after new weights.

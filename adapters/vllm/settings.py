@@ -57,3 +57,9 @@ class AdapterSettings(CommonSettings, frozen=True, kw_only=True):
             description="What a reset of the prefix cache means where vLLM does not pass the reset on to the connector. `private`: the weights may have changed in place, so from then on the engine shares KV with itself only. `keep`: the weights are the same, as in benchmarks. With vLLM's `weight_transfer_config` always `private`."
         ),
     ] = "private"
+    on_sleep: Annotated[
+        Literal["private", "keep"],
+        Meta(
+            description="What vLLM's sleep means. `private`: the weights may be others after wake-up, as a trainer's are, so from then on the engine shares KV with itself only, unless a new `kvserver.weights_version` was set before the sleep. `keep`: after wake-up the weights are the same, and what was stored before is found again. A reset of the prefix cache that is not part of a sleep counts as it does without. With vLLM's `weight_transfer_config` always `private`."
+        ),
+    ] = "private"

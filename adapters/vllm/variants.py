@@ -94,9 +94,14 @@ class Variants:
         """Begin a private epoch, for the reason `since`, unless a new version was configured since the last change."""
         self._epoch += 1
         version = self._configured_version()
-        self._version = version if version != self._version_seen else ""
+        self._version = version if self.has_new_version else ""
         self._version_seen = version
         self.private = "" if self._version else since
+
+    @property
+    def has_new_version(self) -> bool:
+        """Whether another version is configured than at the last change."""
+        return self._configured_version() != self._version_seen
 
     @property
     def epoch(self) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from support.mutation import Mutant
 
 SCHEDULER = "adapters/vllm/scheduler.py"
+SLEEPS = "adapters/vllm/sleeps.py"
+SLEPT = "issues/adapters/test_nothing_was_found_again_after_sleep.py"
 REQUESTS = "adapters/vllm/requests.py"
 HITS = "adapters/vllm/hits.py"
 PROMISES = "adapters/vllm/promises.py"
@@ -158,6 +160,27 @@ MUTANTS = (
         "a resumed request keeps the blocks that it lost",
         REQUESTS, "Requests._follow_tables", "state.tables = ()", "pass",
         ("issues/adapters/test_vllm_0_29_stored_nothing.py::test_preempted_requests_are_stored_from_their_new_blocks",),
+    ),
+    # ---- sleeps.py ----------------------------------------------------------------------------------
+    Mutant(
+        "a reset that no sleep explains keeps sharing",
+        SLEEPS, "Sleeps.reported", "resets > explained", "False", (SLEPT,),
+    ),
+    Mutant(
+        "a sleep explains every reset before it",
+        SLEEPS, "Sleeps.reported", "resets > explained", "resets > 0 == explained", (SLEPT,),
+    ),
+    Mutant(
+        "a step of a sleeping engine decides",
+        SLEEPS, "Sleeps.reported", "wakes == ASLEEP", "False", (SLEPT,),
+    ),
+    Mutant(
+        "requests wait for a report that never comes",
+        SLEEPS, "Sleeps.gave_up", "now < self._deadline", "True", (SLEPT,),
+    ),
+    Mutant(
+        "what is found while a reset is in question is loaded",
+        SCHEDULER, "SchedulerHalf.matched_tokens", "self._sleeps.in_question and not self._gave_up_on_sleep()", "False", (SLEPT,),
     ),
     # ---- scheduler.py -------------------------------------------------------------------------------
     Mutant(

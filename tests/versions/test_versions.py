@@ -84,8 +84,8 @@ def test_a_daemon_that_was_killed_is_replaced_without_a_restart_of_vllm(
     assert (warm["cached_tokens"], warm["tokens"]) == (512, cold["tokens"])
 
 
-def test_preempted_requests_keep_their_tokens(first: Engine, start_daemon: Start, prompt: Make) -> None:
-    """The 200 blocks hold four prompts of 1,530 tokens and not what they decode."""
+def test_preempted_requests_keep_their_tokens(first: Engine, second: Engine, start_daemon: Start, prompt: Make) -> None:
+    """The 200 blocks hold four prompts of 1,530 tokens and not what they decode. Another engine reads what was stored meanwhile."""
     texts = [prompt(90 + n, 1530) for n in range(4)]
     alone = [first.generate([text], max_tokens=60)[0] for text in texts]  # no daemon: the reference
     first.forget()
@@ -95,5 +95,7 @@ def test_preempted_requests_keep_their_tokens(first: Engine, start_daemon: Start
     assert first.metrics()["vllm:num_preemptions"] > before
     assert [o["tokens"] for o in together] == [o["tokens"] for o in alone]
     first.wait_for_stores()
+    second.forget()
+    assert [o["tokens"] for o in second.generate(texts, max_tokens=60)] == [o["tokens"] for o in alone]
     totals = daemon.status()["totals"]
     assert totals["loaded_bytes"] > totals["failed_loads"] == totals["errors"] == 0

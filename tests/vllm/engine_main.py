@@ -110,6 +110,26 @@ class Driver:
     def op_reset_prefix_cache(self, reset_connector: bool = False) -> dict[str, Any]:
         return {"ok": self.llm.reset_prefix_cache(reset_connector=reset_connector)}
 
+    def op_sleep(self, level: int) -> dict[str, Any]:
+        self.llm.sleep(level)
+        return {}
+
+    def op_wake_up(self) -> dict[str, Any]:
+        self.llm.wake_up()
+        return {}
+
+    def op_negate_norms(self) -> dict[str, Any]:
+        """Other weights in place, as a trainer loads them. Linear layers on CPUs compute with copies of theirs."""
+
+        def negate(worker: Any) -> int:
+            parameters = worker.model_runner.get_model().named_parameters()
+            norms = [weight for name, weight in parameters if "input_layernorm" in name]
+            for weight in norms:
+                weight.data.neg_()
+            return len(norms)
+
+        return {"changed": self.llm.collective_rpc(negate)}
+
     def op_set_weights_version(self, version: str) -> dict[str, Any]:
         config = self.engine.vllm_config.kv_transfer_config
         config.kv_connector_extra_config["kvserver.weights_version"] = version
