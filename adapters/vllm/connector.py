@@ -225,8 +225,18 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self.worker.attach(made[0])
             made[0].start(self._settings.connect_timeout_ms / 1000)
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Begin the step's copies: behind what the model runner writes early (zeroes, copies of blocks and states), before the forward.
+
+        Both runners call it there, in each step and on each rank. The forward neither reads nor writes what these copies do: a load's
+        request is in no batch yet, and a store's KV is of accepted steps, in pinned blocks.
+        """
+        super().bind_connector_metadata(connector_metadata)
+        self._begin_loads()
+        self._begin_stores()
+
     @fenced(half="worker")
-    def start_load_kv(self, worker: WorkerHalf, forward_context: ForwardContext, **kwargs: Any) -> None:
+    def _begin_loads(self, worker: WorkerHalf) -> None:
         plan = self._plan()
         self._has_computed |= not plan.idle
         try:
@@ -234,19 +244,25 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         finally:
             worker.answer_for_loads(plan)
 
+    @fenced(half="worker")
+    def _begin_stores(self, worker: WorkerHalf) -> None:
+        plan = self._plan()
+        try:
+            worker.start_stores(plan)
+        finally:
+            worker.answer_for_stores(plan)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        return
+
     def wait_for_layer_load(self, layer_name: str) -> None:
         return
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         return
 
-    @fenced(half="worker")
-    def wait_for_save(self, worker: WorkerHalf) -> None:
-        plan = self._plan()
-        try:
-            worker.start_stores(plan)
-        finally:
-            worker.answer_for_stores(plan)
+    def wait_for_save(self) -> None:
+        return
 
     def _plan(self) -> StepPlan:
         plan = self._get_connector_metadata()

@@ -40,16 +40,16 @@ _OTHER = "other"
 _BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 # Where a fault was kept from the engine: methods of vLLM's interface, and parts of what they do.
 _PLACES = """
-    _finished, _plan_stores, _set_up, _unregister, a failed load, a new session, aborting a load, aborting a store, an
+    _begin_loads, _begin_stores, _finished, _plan_stores, _set_up, _unregister, a failed load, a new session, aborting a load, aborting a store, an
     answer, a wait for fills, answers, beginning of a load, beginning of a store, bind_gpu_block_pool, bind_scheduler_context, blocks that only stores keep, get_mem_pool_context,
     build_connector_meta, build_connector_worker_meta, cancelling a copy, ending the connection, failing a load,
     get_block_ids_with_load_errors, get_external_cache_hit_sources, get_kv_connector_stats, get_num_new_matched_tokens,
     has_pending_push_work, introduction, looking at a load, looking at a store, on_new_request, planning of a load, poll, prefill speed,
     quarantine, question for events, receiving answers, register_kv_caches, reports of blocks,
     request_finished_all_groups,
-    reset_cache, resets, restore_kv_caches, shutdown, sources of a prompt, start_load_kv, stores of a request, tables
+    reset_cache, resets, restore_kv_caches, shutdown, sources of a prompt, stores of a request, tables
     of a request, take_events, the end of a quarantine, the end of a step, the end of a store, the next state,
-    update_connector_output, update_state_after_alloc, wait_for_save, waiting for the engine's own work
+    update_connector_output, update_state_after_alloc, waiting for the engine's own work
 """
 PLACES = [" ".join(place.split()) for place in _PLACES.split(",")]
 _WITHDRAWN = [f"{tier} {reason}" for tier in TIERS for reason in WITHDRAWN_REASONS]

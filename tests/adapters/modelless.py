@@ -386,9 +386,9 @@ class Engine:
             if self.scheduler.use_v2_model_runner:
                 runner.write_early(output)
             runner.connector.handle_preemptions(metadata)
-            runner.connector.bind_connector_metadata(metadata)
             if not self.scheduler.use_v2_model_runner:
                 runner.write_early(output)
+            runner.connector.bind_connector_metadata(metadata)
         result = self.batch.forward(output, self.weights)
         results: list[ModelRunnerOutput | None] = []
         for runner in self.runners:

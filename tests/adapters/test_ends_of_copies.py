@@ -120,8 +120,6 @@ class Steps:
     def step(self, plan: StepPlan) -> set[str]:
         """The requests whose loads have failed."""
         self.connector.bind_connector_metadata(plan)
-        self.connector.start_load_kv(None)
-        self.connector.wait_for_save()
         failed = self.connector.get_transfer_results(set()).failed_recving
         if (report := self.connector.build_connector_worker_meta()) is not None:
             self.reports.append(report)

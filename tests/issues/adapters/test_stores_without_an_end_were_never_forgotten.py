@@ -53,7 +53,7 @@ def test_stores_without_an_end_are_cancelled_once_for_their_blocks_and_the_engin
 ):
     daemon = make_daemon()
     engine = make_engine(daemon, world_size=2, num_blocks=40, extra={"kvserver.store_timeout_ms": 200})
-    engine.runners[1].connector.wait_for_save = lambda: None  # as those ranks do
+    engine.runners[1].connector._begin_stores = lambda: None
     for i in range(30):
         answer = engine.add(f"r{i}", prompt(i, CHUNK + 8), count=1)
         engine.run(until=lambda answer=answer: answer.finish_reason is not None)
