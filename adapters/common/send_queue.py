@@ -2,8 +2,9 @@
 
 A copy may begin only when the engine's own work on its blocks is done. On CPUs it is done when the step has
 run: `DirectSendQueue` sends at once. A GPU works later than the engine's thread queues: `OrderedSendQueue` records
-an event behind the work, and a thread of its own waits for the event, without the GIL, and then sends. So no
-process waits for another process's work on the GPU, and the engine's thread waits for no event.
+an event between two steps, and a thread of its own waits for the event, without the GIL, and then sends. So no
+process waits for another process's work on the GPU, and the engine's thread waits for no event. A store need not wait for steps
+behind the one that computed its KV: asynchronous scheduling has queued the next one when a step is accepted.
 
 Owns: the session's channel, and the order of messages. Refuses to know: stores and loads, what a copy's end means.
 
@@ -30,6 +31,7 @@ from kvserver.protocol import Reply, Retrieve, Store
 
 _LOOK_SECONDS = 0.0005  # state words may change while the thread waits for an event
 _CLOSE_SECONDS = 0.5
+_MARKS = 8  # steps; a message for an older one waits longer than it needs
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,11 @@ class SendQueue(Protocol):
     def adopt(self, session: Session | None) -> None:
         """Use this session from now on, or none; the channel of the session before is closed."""
 
-    def post(self, message: Message) -> bool:
-        """Send the message after the work that was queued so far. False if it cannot be sent. Raises what `record` raises.
+    def begin_step(self, step: int) -> None:
+        """Mark the end of the work that was queued so far, in front of this step's. Raises what `record` raises: then nothing is sent in the step."""
+
+    def post(self, message: Message, computed_in: int | None = None) -> bool:
+        """Send the message behind the work of step `computed_in`, or of all steps before this one. False if it cannot be sent.
 
         REQUIRES: the message's word is armed in the adopted session's page.
         """
@@ -80,7 +85,10 @@ class DirectSendQueue:
         self.session = session
         self._sequences.clear()
 
-    def post(self, message: Message) -> bool:
+    def begin_step(self, step: int) -> None:
+        """Nothing is queued."""
+
+    def post(self, message: Message, computed_in: int | None = None) -> bool:
         number = self.session.channel.send(message) if self.session is not None else None
         if number is None:
             return False
@@ -146,6 +154,7 @@ class OrderedSendQueue:
     def __init__(self, make_event: Callable[[], WorkEvent]) -> None:
         self._make_event = make_event
         self._session: Session | None = None  # the engine's thread's
+        self._marks: deque[tuple[int, WorkEvent]] = deque(maxlen=_MARKS)  # (a step, in front of its work), the engine's thread's
         self._tasks: deque[_QueuedMessage | _Adopt] = deque()
         self._answers: deque[tuple[int, Answer]] = deque()
         self._queued: set[int] = set()
@@ -162,11 +171,17 @@ class OrderedSendQueue:
         self._session = session
         self._enqueue(_Adopt(session))
 
-    def post(self, message: Message) -> bool:
-        if self._session is None:
-            return False
+    def begin_step(self, step: int) -> None:
+        marks, self._marks = self._marks, deque(maxlen=_MARKS)
         event = self._make_event()
         event.record()
+        self._marks.extend((*marks, (step, event)))
+
+    def post(self, message: Message, computed_in: int | None = None) -> bool:
+        if self._session is None or not self._marks:
+            return False
+        newest = self._marks[-1][1]
+        event = next((event for step, event in self._marks if computed_in is not None and step > computed_in), newest)
         self._queued.add(message.sequence)
         self._enqueue(_QueuedMessage(self._session, message, event))
         return True

@@ -40,7 +40,7 @@ class LoadSpec(CopySpec):
 
 @dataclass(slots=True)
 class StoreSpec(CopySpec):
-    """Copy whole objects out after this step's forward."""
+    """Copy whole objects out, which no step behind `step` computes."""
 
     kind = "store"
     contents: ChunkContents | None = None  # sent by rank 0
@@ -49,6 +49,7 @@ class StoreSpec(CopySpec):
     dropped: bytes = b""  # keys of the group's objects that no kept boundary needs after this store
     after: bytes | None = None  # of single blocks: key of the chunk before them
     durability: Durability = Durability.PROCESS  # of the variant
+    step: int = 0  # that computed the last of its KV
 
 
 def ids_of(spec: CopySpec) -> list[int]:

@@ -93,6 +93,10 @@ class WorkerHalf:
 
     # ---- copies begin -------------------------------------------------------------------------
 
+    def begin_step(self, step: int) -> None:
+        """Copies of this step begin behind the work of the steps before it. If this raises, no copy of the step begins."""
+        self._send_queue.begin_step(step)
+
     def start_loads(self, plan: StepPlan) -> None:
         for copy_id in (*plan.abort_loads, *plan.abort_stores):
             if (aborted := self._copies.get(copy_id)) is not None:
@@ -132,7 +136,7 @@ class WorkerHalf:
             session.words.arm(copy.word, spec.copy_id)
             sent = False
             try:
-                sent = self._send_queue.post(self._message(copy))
+                sent = self._send_queue.post(self._message(copy), spec.step if isinstance(spec, StoreSpec) else None)
             finally:
                 # What cannot be cancelled runs: the message was sent, and then the queue raised.
                 if sent or not copy.move(State.PENDING, State.CANCELLED):

@@ -74,6 +74,7 @@ class Acceptance:
 
     def hold(self, store: StoreSpec, state: RequestState, end_tokens: int, undo: Callable[[], None]) -> None:
         """Keep the store back until the step that is being planned was accepted."""
+        store.step = self._step + 1
         self._planning.stores.append(_Unsent(store, state, end_tokens, undo))
 
     def hold_ended(self, store: StoreSpec, state: RequestState, end_tokens: int, undo: Callable[[], None]) -> None:
@@ -82,8 +83,9 @@ class Acceptance:
         REQUIRES: no later step computed KV of the store.
         """
         unsent = _Unsent(store, state, end_tokens, undo)
-        if self._under_way:
-            next(iter(self._under_way.values())).stores.append(unsent)
+        store.step, step = next(iter(self._under_way.items()), (self._reported, None))
+        if step is not None:
+            step.stores.append(unsent)
         else:
             self._accept(unsent)
 

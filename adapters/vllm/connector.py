@@ -232,8 +232,17 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         request is in no batch yet, and a store's KV is of accepted steps, in pinned blocks.
         """
         super().bind_connector_metadata(connector_metadata)
-        self._begin_loads()
         self._begin_stores()
+        self._begin_loads()
+
+    @fenced(half="worker")
+    def _begin_stores(self, worker: WorkerHalf) -> None:
+        plan = self._plan()
+        try:
+            worker.begin_step(plan.step)
+            worker.start_stores(plan)
+        finally:
+            worker.answer_for_stores(plan)
 
     @fenced(half="worker")
     def _begin_loads(self, worker: WorkerHalf) -> None:
@@ -243,14 +252,6 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             worker.start_loads(plan)
         finally:
             worker.answer_for_loads(plan)
-
-    @fenced(half="worker")
-    def _begin_stores(self, worker: WorkerHalf) -> None:
-        plan = self._plan()
-        try:
-            worker.start_stores(plan)
-        finally:
-            worker.answer_for_stores(plan)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -97,6 +98,46 @@ def test_a_load_waits_for_the_work_that_its_blocks_were_in(stored, make_engine, 
     assert answer.right
     assert engine.received == ["warm"]
     assert counted(engine, "loaded") == 1
+
+
+def hold_forwards(engine: Engine, gpu: LateGpu, when) -> threading.Event:
+    """Let the GPU do nothing from the forward of the first step on for which `when` is true, until the event is set."""
+    forward, released = engine.batch.forward, threading.Event()
+
+    def held(output, weights):
+        if when(output):
+            gpu.queue(lambda: released.wait(20))
+        return forward(output, weights)
+
+    engine.batch.forward = held
+    return released
+
+
+@pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
+def test_a_store_waits_for_no_forward_behind_its_own(make_daemon, make_engine, asynchronous):
+    daemon, gpu = make_daemon(), LateGpu()
+    engine = make_engine(daemon, gpu=gpu, asynchronous=asynchronous)
+    answer = engine.add("first", TOKENS, count=20)
+    released = hold_forwards(engine, gpu, lambda output: "first" in output.scheduled_cached_reqs.req_ids)
+    wait_until(lambda: engine.step() or engine.stores, 10)
+    wait_until(lambda: daemon.status()["l1"]["chunks"] == 4, 10, "the store ended before the forward of the next step")
+    released.set()
+    engine.run()
+    assert answer.right
+
+
+@pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
+def test_a_load_waits_for_no_forward_of_its_own_step(stored, make_engine, asynchronous):
+    gpu = LateGpu()
+    engine = make_engine(stored, gpu=gpu, asynchronous=asynchronous)
+    other = engine.add("other", prompt(7, 40), count=200)
+    engine.run(until=lambda: bool(other.tokens))
+    released = hold_forwards(engine, gpu, lambda output: bool(engine.plans[-1].loads))
+    answer = engine.add("warm", TOKENS)
+    engine.run(until=lambda: "warm" in engine.received)
+    released.set()
+    engine.run()
+    assert (answer.right, answer.external, other.right) == (True, 4 * CHUNK, True)
 
 
 def test_without_the_order_this_rig_would_see_foreign_bytes(make_daemon, make_engine):
@@ -219,7 +260,7 @@ def test_an_event_that_raises_fails_its_copy(stored, make_engine, sent, broken, 
     answer = engine.generate("a", TOKENS if kind == "load" else prompt(5, 3 * CHUNK))
     assert answer.right
     assert sent == []
-    where = f"beginning of a {kind}" if broken == "record" else "waiting for the engine's own work"
+    where = "_begin_stores" if broken == "record" else "waiting for the engine's own work"
     assert engine.errors()[f"{where}: RuntimeError"] >= 1
     gpu.broken = ""
     engine.generate("b", prompt(6, 3 * CHUNK))
@@ -282,6 +323,7 @@ session = Session(hello, Channel("ipc://{tmp_path}/nobody"), words=WordPage(4))
 session.words.arm(0, 1)
 send_queue = OrderedSendQueue(Event)
 send_queue.adopt(session)
+send_queue.begin_step(1)
 send_queue.post(Store(boot_id="", registration=1, chunk_blocks=1, keys=b"", block_ids=b"", word=0, sequence=1, deadline_ns=0))
 entered.wait()
 send_queue.close()
