@@ -9,8 +9,6 @@ from collections.abc import Callable
 from kvserver.adapters.common.send_queue import DirectSendQueue, OrderedSendQueue, SendQueue
 from kvserver.adapters.vllm import KVServerConnector
 
-_MOST_QUEUED = 40  # an engine does not run ahead without end
-
 
 class LateEvent:
     """As torch.cuda.Event."""
@@ -34,14 +32,17 @@ class LateEvent:
 class LateGpu:
     """Works at once until it is on hold; `pause` is called before each piece of work."""
 
-    def __init__(self, on_hold: bool = False, ordered: bool = True, pause: Callable[[], None] = lambda: None) -> None:
-        """`ordered` is False for the control: an adapter that knows nothing of streams."""
+    def __init__(
+        self, on_hold: bool = False, ordered: bool = True, pause: Callable[[], None] = lambda: None, most: int = 40
+    ) -> None:
+        """`ordered` is False for the control: an adapter that knows nothing of streams. An engine runs ahead by `most` pieces of work."""
         self.broken = ""  # "record" or "synchronize": what raises
         self.waited = 0  # events that a thread began to wait for
         self.errors: list[BaseException] = []
         self._pause = pause
         self._work: deque[Callable[[], None]] = deque()
         self._on_hold = on_hold
+        self._most = most
         self._closed = False
         self._changed = threading.Condition()
 
@@ -55,7 +56,7 @@ class LateGpu:
 
     def queue(self, work: Callable[[], None]) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._on_hold or len(self._work) < _MOST_QUEUED)
+            self._changed.wait_for(lambda: self._on_hold or len(self._work) < self._most)
             self._work.append(work)
             self._changed.notify_all()
 

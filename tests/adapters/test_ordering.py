@@ -114,8 +114,25 @@ def hold_forwards(engine: Engine, gpu: LateGpu, when) -> threading.Event:
 
 
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
+def test_a_store_waits_for_its_own_forward(make_daemon, make_engine, sent, asynchronous):
+    """The GPU has done all that was queued before."""
+    daemon, gpu = make_daemon(), LateGpu(most=10_000)
+    engine = make_engine(daemon, gpu=gpu, asynchronous=asynchronous)
+    answer = engine.add("first", TOKENS, count=20)
+    released = hold_forwards(engine, gpu, lambda output: bool(output.scheduled_new_reqs))
+    wait_until(lambda: engine.step() or engine.stores, 10)
+    wait_until(lambda: engine.step() or gpu.waited, 10)
+    time.sleep(0.1)
+    assert sent == []
+    released.set()
+    engine.run()
+    assert answer.right
+    assert asked(daemon) > 0
+
+
+@pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
 def test_a_store_waits_for_no_forward_behind_its_own(make_daemon, make_engine, asynchronous):
-    daemon, gpu = make_daemon(), LateGpu()
+    daemon, gpu = make_daemon(), LateGpu(most=10_000)
     engine = make_engine(daemon, gpu=gpu, asynchronous=asynchronous)
     answer = engine.add("first", TOKENS, count=20)
     released = hold_forwards(engine, gpu, lambda output: "first" in output.scheduled_cached_reqs.req_ids)
@@ -128,9 +145,9 @@ def test_a_store_waits_for_no_forward_behind_its_own(make_daemon, make_engine, a
 
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
 def test_a_load_waits_for_no_forward_of_its_own_step(stored, make_engine, asynchronous):
-    gpu = LateGpu()
+    gpu = LateGpu(most=10_000)
     engine = make_engine(stored, gpu=gpu, asynchronous=asynchronous)
-    other = engine.add("other", prompt(7, 40), count=200)
+    other = engine.add("other", prompt(7, 40), count=1000)
     engine.run(until=lambda: bool(other.tokens))
     released = hold_forwards(engine, gpu, lambda output: bool(engine.plans[-1].loads))
     answer = engine.add("warm", TOKENS)
@@ -255,6 +272,7 @@ def test_a_load_that_waits_beyond_its_deadline_is_computed(stored, make_engine, 
 def test_an_event_that_raises_fails_its_copy(stored, make_engine, sent, broken, kind):
     gpu = LateGpu()
     engine = make_engine(stored, gpu=gpu, may_fail=True)
+    engine.generate_free("steps before")
     gpu.broken = broken
     sent.clear()
     answer = engine.generate("a", TOKENS if kind == "load" else prompt(5, 3 * CHUNK))

@@ -10,6 +10,7 @@ LINK = "adapters/common/link.py"
 CACHE_STATUS = "adapters/common/cache_status.py"
 BOARD = "adapters/common/board.py"
 SEND_QUEUE = "adapters/common/send_queue.py"
+ORDERING = "adapters/test_ordering.py"
 NOTICES = "adapters/common/notices.py"
 NEW_DAEMON = "issues/adapters/test_a_new_daemon_lacked_what_the_old_one_had.py"
 WEIGHTS = "adapters/common/weights.py"
@@ -120,6 +121,18 @@ MUTANTS = (
         NOTICES, "Notices._send", " or number is None", "", ("adapters/test_full_states.py",),
     ),
     # ---- send_queue.py ------------------------------------------------------------------------------
+    Mutant(
+        "a store leaves in front of the forward that computes it",
+        SEND_QUEUE, "OrderedSendQueue.post", "step > computed_in", "step >= computed_in", (ORDERING,),
+    ),
+    Mutant(
+        "a store waits for every forward that was queued",
+        SEND_QUEUE, "OrderedSendQueue.post", "step > computed_in", "False", (ORDERING,),
+    ),
+    Mutant(
+        "a step without a mark sends by an earlier step's",
+        SEND_QUEUE, "OrderedSendQueue.begin_step", "self._marks, deque(maxlen=_MARKS)", "self._marks, self._marks", (ORDERING,),
+    ),
     Mutant(
         "a message whose copy was cancelled is sent",
         SEND_QUEUE, "OrderedSendQueue._send", "if not queued.is_wanted():", "if False:",

@@ -83,7 +83,7 @@ MUTANTS = (
     ),
     Mutant(
         "loads of a step with a fault are not answered for",
-        CONNECTOR, "KVServerConnector.start_load_kv", "worker.answer_for_loads(plan)", "pass",
+        CONNECTOR, "KVServerConnector._begin_loads", "worker.answer_for_loads(plan)", "pass",
         ("adapters/test_refusals.py::test_a_fault_before_a_load_begins_fails_that_load_and_no_other",),
     ),
     Mutant(
@@ -104,11 +104,11 @@ MUTANTS = (
     ),
     Mutant(
         "an engine that computed registers as one that did not",
-        CONNECTOR, "KVServerConnector.start_load_kv", "|= not plan.idle", "|= False", (OUT_OF_SYNC,),
+        CONNECTOR, "KVServerConnector._begin_loads", "|= not plan.idle", "|= False", (OUT_OF_SYNC,),
     ),
     Mutant(
         "an engine whose first step computes nothing registers as one that has computed",
-        CONNECTOR, "KVServerConnector.start_load_kv", "|= not plan.idle", "|= True", (OUT_OF_SYNC,),
+        CONNECTOR, "KVServerConnector._begin_loads", "|= not plan.idle", "|= True", (OUT_OF_SYNC,),
     ),
     # ---- context_length.py --------------------------------------------------------------------------
     Mutant(

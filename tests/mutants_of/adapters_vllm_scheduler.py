@@ -32,6 +32,10 @@ MUTANTS = (
         ACCEPTANCE, "Acceptance.hold", "self._planning.stores.append(", "self._accept(", (TAKEN_BACK,),
     ),
     Mutant(
+        "a store leaves by the mark in front of its own step",
+        ACCEPTANCE, "Acceptance.hold", "self._step + 1", "self._step", ("adapters/test_ordering.py",),
+    ),
+    Mutant(
         "a step that vLLM dropped counts as accepted",
         ACCEPTANCE, "Acceptance._drop_step", "self._drop(unsent)", "self._accept(unsent)", (TAKEN_BACK,),
     ),
