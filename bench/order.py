@@ -31,7 +31,6 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from common import median, table  # noqa: E402
-from kvserver.adapters.common.specs import StoreSpec  # noqa: E402
 from late_gpu import LateGpu  # noqa: E402
 from made_up_model import prompt  # noqa: E402
 from model_folder import write_model  # noqa: E402
@@ -61,7 +60,9 @@ class Paced(Engine):
         if form != "before the forward":
             for runner in self.runners:
                 connector: Any = runner.connector
-                connector.bind_connector_metadata = lambda plan, c=connector: KVConnectorBase_V1.bind_connector_metadata(c, plan)
+                connector.bind_connector_metadata = lambda plan, c=connector: (
+                    KVConnectorBase_V1.bind_connector_metadata(c, plan)
+                )
                 connector.start_load_kv = lambda context, c=connector: (c._begin_stores(), c._begin_loads())
         if form == "not accepted":
             acceptance = self.connector.scheduler._acceptance

@@ -154,7 +154,9 @@ class OrderedSendQueue:
     def __init__(self, make_event: Callable[[], WorkEvent]) -> None:
         self._make_event = make_event
         self._session: Session | None = None  # the engine's thread's
-        self._marks: deque[tuple[int, WorkEvent]] = deque(maxlen=_MARKS)  # (a step, in front of its work), the engine's thread's
+        self._marks: deque[tuple[int, WorkEvent]] = deque(
+            maxlen=_MARKS
+        )  # (a step, in front of its work), the engine's thread's
         self._tasks: deque[_QueuedMessage | _Adopt] = deque()
         self._answers: deque[tuple[int, Answer]] = deque()
         self._queued: set[int] = set()

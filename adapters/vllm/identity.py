@@ -24,7 +24,7 @@ from kvserver.adapters.vllm import foreign_code
 from kvserver.adapters.vllm.canonical import Refused, canonical, counted_fields, digest, hf_content, is_hf_config
 from kvserver.adapters.vllm.context_length import counted_length, is_model
 from kvserver.adapters.vllm.harmless import HARMLESS_VARIABLES, OTHER_VARIABLES
-from kvserver.adapters.vllm.support import hash_block_tokens
+from kvserver.adapters.vllm.support import hash_block_tokens, vllm_version
 from vllm import envs
 from vllm.platforms import current_platform
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -41,6 +41,7 @@ SHOWN = frozenset({
     "speculative_config.num_speculative_tokens",
 })  # fmt: skip
 _LONGEST_VALUE = 100
+_LEAVES_OTHERS_WITHOUT_LORA = (0, 33)  # vLLM on CPUs
 
 # Formats that take the weights from the files of the model's folder.
 _FROM_FILES = frozenset({
@@ -94,6 +95,9 @@ def config_identity(vllm_config: Any, kv_cache_config: Any) -> Identity:
         )
     if getattr(cache, "calculate_kv_scales", False):  # before 0.28
         found.refuse("calculate_kv_scales: KV scales are made from the first request")
+    on_cpu = vllm_config.device_config.device_type == "cpu"
+    if on_cpu and vllm_config.lora_config is not None and vllm_version() < _LEAVES_OTHERS_WITHOUT_LORA:
+        found.refuse("LoRA on CPUs before vLLM 0.33, where requests without a LoRA have that of others in their step")
     return found
 
 

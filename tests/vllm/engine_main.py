@@ -62,6 +62,47 @@ class Driver:
         )
         return {"outputs": [describe(o) for o in outputs], "seconds": time.monotonic() - began}
 
+    def op_serve(self, requests: list[dict[str, Any]]) -> dict[str, Any]:
+        """All requests at once, to their end. Of each its `prompt`, and what else it wants: `sampling`, `priority`, the folder of a `lora`."""
+        from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
+
+        wanted, loras = [], []
+        for request in requests:
+            options = {"temperature": 0, "detokenize": False, "ignore_eos": True, "logprobs": 3, **request["sampling"]}
+            wanted.append(SamplingParams(**options))
+            loras.append(LoRARequest("adapter", 1, request["lora"]) if "lora" in request else None)
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": request["prompt"]} for request in requests],
+            wanted,
+            use_tqdm=False,
+            lora_request=loras if any(loras) else None,
+            priority=[request.get("priority", 0) for request in requests] if "priority" in requests[0] else None,
+        )
+        return {"outputs": [describe(output) for output in outputs]}
+
+    def op_session(self, request_id: str, turns: list[list[int]], max_tokens: int) -> dict[str, Any]:
+        """A streaming session: the tokens of each turn, and how many of its prompt were cached."""
+        core, answers = self.engine.engine_core, []
+        for turn in turns:
+            made = self.engine.input_processor.process_inputs(
+                request_id,
+                {"prompt_token_ids": turn},
+                sampling(max_tokens),
+                supported_tasks=("generate",),
+                resumable=True,
+            )
+            core.add_request(made)
+            answer: dict[str, Any] = {"tokens": [], "cached_tokens": 0}
+            while len(answer["tokens"]) < max_tokens:
+                for output in core.get_output().outputs:
+                    answer["tokens"] += output.new_token_ids
+                    if (stats := output.prefill_stats) is not None:
+                        answer["cached_tokens"] = stats.num_cached_tokens
+            answers.append(answer)
+        core.abort_requests([request_id])
+        return {"turns": answers}
+
     def op_generate_of_embeddings(self, bits: list[list[int]], dtype: str, max_tokens: int) -> dict[str, Any]:
         """One prompt of embeddings: rows of 16 bits, which are numbers of `dtype`."""
         import torch
@@ -86,6 +127,11 @@ class Driver:
             "unfinished": self.engine.has_unfinished_requests(),
             "outputs": {name: describe(o) for name, o in self.done.items()},
         }
+
+    def op_steps(self, count: int) -> dict[str, Any]:
+        for _ in range(count):
+            self.engine.step()
+        return {}
 
     def op_abort(self, request_id: str) -> dict[str, Any]:
         self.engine.abort_request([request_id])
@@ -221,10 +267,17 @@ def describe(output: Any) -> dict[str, Any]:
     sample = output.outputs[0]
     return {
         "tokens": list(sample.token_ids),
-        "logprobs": [sorted((int(t), p.logprob) for t, p in step.items()) for step in sample.logprobs],
+        "logprobs": [numbers(step) for step in sample.logprobs],
         "cached_tokens": output.num_cached_tokens,
         "finish_reason": sample.finish_reason,
+        "others": [list(other.token_ids) for other in output.outputs[1:]],
+        "prompt_logprobs": [numbers(step) for step in output.prompt_logprobs or () if step is not None],
     }
+
+
+def numbers(step: Any) -> list[tuple[int, float]]:
+    """The log probabilities of one token."""
+    return sorted((int(token), p.logprob) for token, p in step.items())
 
 
 def main() -> None:

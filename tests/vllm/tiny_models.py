@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 VOCAB = 1024
 
@@ -46,6 +46,32 @@ def llama(
             **weights.rest(prefix, hidden),
         }
     return _write(folder, config, tensors)
+
+
+def eagle(folder: Path, *, seed: int = 5, hidden: int = 256) -> Path:
+    """An EAGLE head for `llama`: one layer over the target's hidden states. It has neither embedding nor output of its own."""
+    llama(folder, seed=seed, hidden=hidden, layers=1)
+    tensors = load_file(folder / "model.safetensors")
+    layer = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if ".layers.0." in name}
+    del layer["layers.0.input_layernorm.weight"]
+    layer["fc.weight"] = Weights(seed + 1, torch.bfloat16).matrix(hidden, 2 * hidden, 1.0)
+    save_file(layer, folder / "model.safetensors")
+    return folder
+
+
+def lora(folder: Path, *, seed: int = 6, hidden: int = 256, layers: int = 4, rank: int = 8) -> Path:
+    """A LoRA of `llama`'s queries, keys and values, strong enough to change tokens."""
+    weights, tensors = Weights(seed, torch.bfloat16), {}
+    for i in range(layers):
+        for part, rows in (("q_proj", hidden), ("k_proj", hidden // 2), ("v_proj", hidden // 2)):
+            prefix = f"base_model.model.model.layers.{i}.self_attn.{part}."
+            tensors[prefix + "lora_A.weight"] = weights.matrix(rank, hidden, 1.0)
+            tensors[prefix + "lora_B.weight"] = weights.matrix(rows, rank, 2.0)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["q_proj", "k_proj", "v_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
 
 
 def sliding(folder: Path, *, window: int, full_every: int = 0, layers: int = 4, **options: Any) -> Path:

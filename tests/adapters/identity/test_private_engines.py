@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from identities import different, multimodal
 from kvserver.adapters.vllm.identity import Identity
+from kvserver.adapters.vllm.support import vllm_version
 from model_folder import write_model
-from vllm.config import VllmConfig
+from vllm.config import LoRAConfig, VllmConfig
 
 
 def a_function(config: Any) -> Any:
@@ -29,8 +30,22 @@ def a_function(config: Any) -> Any:
             "multimodal items are named by a counter",
         ),
         ({"adjust": lambda config: setattr(config.cache_config, "calculate_kv_scales", True)}, "calculate_kv_scales"),
+        pytest.param(
+            {"adjust": lambda config: setattr(config, "lora_config", LoRAConfig(max_lora_rank=8))},
+            "LoRA on CPUs before vLLM 0.33",
+            marks=pytest.mark.skipif(vllm_version() >= (0, 33), reason="vLLM 0.33 computes each request with its own"),
+        ),
     ],
-    ids=["a function overrides", "dummy", "tensorizer", "s3", "an object", "counted images", "KV scales of the run"],
+    ids=[
+        "a function overrides",
+        "dummy",
+        "tensorizer",
+        "s3",
+        "an object",
+        "counted images",
+        "KV scales of the run",
+        "LoRA",
+    ],
 )
 def test_what_cannot_be_reproduced_makes_the_engine_private_and_is_named(identify, arguments, reason):
     assert identify(**arguments).private.startswith(reason)

@@ -25,7 +25,7 @@ def bits() -> list[list[int]]:
 def test_engines_share_embeddings_of_the_models_dtype_and_take_no_other_for_them(
     engines: Engines, start_daemon: Callable[..., Daemon]
 ) -> None:
-    options = {"enable_prompt_embeds": True, "runner": "v1", "extra": TIMEOUTS}
+    options = {"enable_prompt_embeds": True, "extra": TIMEOUTS}
     one, other, third = (engines.get(name, **options) for name in ("one", "other", "third"))
     start_daemon(chunk_tokens=CHUNK)
     rows = bits()
