@@ -7,8 +7,8 @@ GPU's stream: each forward takes --step-ms, and the engine waits for a step's en
 request is being decoded all the time. Medians, in milliseconds.
 
 *found*: from the end of the forward that computed a prompt of 4 chunks until a lookup of another connection finds all of it. *kept*: how long a block of it
-was kept from vLLM by its store alone or beside its request. *loaded*: from a request's arrival until vLLM is told that its load of 4 chunks has
-ended. *before the forward* is what the connector does. *behind the forward*: copies begin as vLLM calls start_load_kv and wait_for_save.
+was kept from vLLM by its store alone or beside its request. *loaded*: from a request's arrival until its load of 4 chunks is reported to
+vLLM. *before the forward* is what the connector does. *behind the forward*: copies begin as vLLM calls start_load_kv and wait_for_save.
 *not accepted*: behind the forward that computes the KV, before vLLM has accepted the step, which other engines must not read: no way of storing is faster.
 """
 

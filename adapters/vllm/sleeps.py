@@ -1,7 +1,7 @@
 """Resets of the connector's cache that may be those of vLLM's sleep.
 
 vLLM resets the connector's cache when new weights may have come, and in the same way before it sleeps. The connector's scheduler half cannot
-tell one from the other at that moment. Workers can: they give up the KV cache for a sleep and restore it afterwards. So, where sleep keeps the
+distinguish them at that moment. Workers can: they give up the KV cache for a sleep and restore it afterwards. So, where sleep keeps the
 weights (`kvserver.on_sleep`), a reset is in question until the next report. Meanwhile requests wait. What is computed meanwhile is stored only if its step is accepted, and the step's report comes first.
 
 Owns: the resets in question. Refuses to know: what a reset without sleep means.

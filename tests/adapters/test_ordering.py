@@ -104,12 +104,12 @@ def hold_forwards(engine: Engine, gpu: LateGpu, when) -> threading.Event:
     """Let the GPU do nothing from the forward of the first step on for which `when` is true, until the event is set."""
     forward, released = engine.batch.forward, threading.Event()
 
-    def held(output, weights):
+    def paused(output, weights):
         if when(output):
             gpu.queue(lambda: released.wait(20))
         return forward(output, weights)
 
-    engine.batch.forward = held
+    engine.batch.forward = paused
     return released
 
 

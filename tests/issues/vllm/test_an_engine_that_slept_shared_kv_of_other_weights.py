@@ -14,7 +14,7 @@ from support.daemon import Daemon
 def test_kv_after_sleep_is_found_by_no_other_engine(
     engines: Engines, start_daemon: Callable[..., Daemon], prompt: Callable[..., Prompt], on_sleep: str
 ) -> None:
-    """On CPUs sleep frees nothing and notifies no connector, so `keep` cannot tell it from a reset."""
+    """On CPUs sleep frees nothing and notifies no connector, so `keep` takes it for a reset."""
     engine = engines.get(f"trained {on_sleep}", extra=TIMEOUTS | {"kvserver.on_sleep": on_sleep})
     other = engines.get("other", extra=TIMEOUTS)
     other.forget()
