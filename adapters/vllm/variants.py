@@ -139,8 +139,11 @@ class Variants:
         return Variant(f"{epoch}/{_digest(known.fingerprint or lora.lora_path)}", durability)
 
     def is_current(self, request: Any, variant: Variant) -> bool:
-        """Whether `variant` still names what the request computes with: a LoRA's files may be replaced, or other embeddings come."""
-        return (request.lora_request is None and request.prompt_embeds is None) or self.of(request) == variant
+        """Whether `variant` still names what the request computes with: a LoRA's files may be replaced, other embeddings may arrive, and a
+        streaming session may gain images.
+        """
+        plain = request.lora_request is None and request.prompt_embeds is None and not request.mm_features
+        return plain or self.of(request) == variant
 
     def why_without_cache(self, request: Any) -> str:
         """One of EndRequest's codes, or "" if it has none."""
