@@ -30,6 +30,7 @@ ALL_TOKENS = 1 << 62  # more than any request has
 class RequestState(Question):
     request: Request
     variant: Variant
+    since: float = 0.0  # what its LoRA's files must be looked at after, before KV is loaded
     local_tokens: int = 0  # what vLLM had itself when the hit was reported to it
     loads: list[LoadSpec] = field(default_factory=list)  # the copies of its load, one for each object group
     admitted: bool = False  # vLLM has placed it

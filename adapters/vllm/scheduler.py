@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, ParamSpec
@@ -96,7 +97,9 @@ class SchedulerHalf:
         self._ids = ids = itertools.count(1)
         self._failed = FailedLoads()
         self._inexact_siblings = facts.inexact_siblings
-        self._acceptance = Acceptance(self._pins, self._pool.suspects, facts.block_tokens, self.counters)
+        self._acceptance = Acceptance(
+            self._pins, self._pool.suspects, facts.block_tokens, self.counters, self._variants.are_files_same
+        )
         self._stores = StorePlanner(
             self._chunks, facts, self._variants, self._pins, self._acceptance, ids, self.counters
         )
@@ -126,13 +129,16 @@ class SchedulerHalf:
                 )
             self._stale_hashes = True
             return
+        since = time.monotonic()
         variant = self._variants.of(request)
         if variant is None:
             return  # it runs without cache
+        self._variants.are_files_same(request, since)  # the look has begun until the lookup is answered
         wishes = wishes_of(request.kv_transfer_params, self.counters)
         state = RequestState(
             request=request,
             variant=variant,
+            since=since,
             wishes=wishes,
             waits_for_fills=wishes.waits_for_storage,
             turn=turn_of(request),

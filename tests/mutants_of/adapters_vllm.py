@@ -232,6 +232,6 @@ MUTANTS = (
     ),
     Mutant(
         "a LoRA whose files were replaced is served",
-        VARIANTS, "Variants._lora", "if known.stamps == stamps:", "if True:", (UNLISTED,),
+        LORAS, "Loras._look", "_stamps(known.request) == known.stamps", "True", (UNLISTED,),
     ),
 )  # fmt: skip
