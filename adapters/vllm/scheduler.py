@@ -174,7 +174,7 @@ class SchedulerHalf:
         return tokens, bool(tokens)
 
     def _follow_session(self, state: RequestState) -> None:
-        """Before anything is named or planned by the request: a streaming session may have gone on since."""
+        """Before anything is named or planned by the request: a streaming session may have a new turn."""
         turn, request = turn_of(state.request), state.request
         if request.resumable and (turn[0] != state.turn[0] or turn[1] is not state.turn[1]):
             wishes = wishes_of_turn(request.sampling_params, state.wishes, self.counters)

@@ -24,6 +24,7 @@ from kvserver.protocol import Durability
 
 log = logging.getLogger("vllm.kvserver")
 
+
 class Variant(NamedTuple):
     text: str
     durability: Durability

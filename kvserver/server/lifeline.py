@@ -139,7 +139,9 @@ class Lifelines:
     def _log_refusal(self, uid: int, pid: int, is_stranger: bool) -> None:
         """Of a stranger once: its engine connects again and again."""
         if not is_stranger:
-            log.warning("refused a connection of uid %d, pid %d on %s: %d are open", uid, pid, self.path, MAX_CONNECTIONS)
+            log.warning(
+                "refused a connection of uid %d, pid %d on %s: %d are open", uid, pid, self.path, MAX_CONNECTIONS
+            )
         elif uid not in self._strangers and len(self._strangers) < _MOST_STRANGERS:
             self._strangers.add(uid)
             text = "refused a connection of uid %d, pid %d on %s: this daemon is of uid %d; run engine and daemon as one user"

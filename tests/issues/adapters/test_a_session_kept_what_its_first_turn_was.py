@@ -22,7 +22,9 @@ FIRST, SECOND = prompt(1, 2 * CHUNK + 10), prompt(2, 2 * CHUNK)
 
 def image(offset: int) -> list[MultiModalFeatureSpec]:
     """Under a name that a user gave. Fresh, since vLLM moves a session's images."""
-    return [MultiModalFeatureSpec(None, "image", "users-name", PlaceholderRange(offset=offset, length=40), "users-name")]
+    return [
+        MultiModalFeatureSpec(None, "image", "users-name", PlaceholderRange(offset=offset, length=40), "users-name")
+    ]
 
 
 def turn(engine: Engine, tokens: list[int], count: int = 2, **options: Any) -> list[int]:
@@ -107,7 +109,7 @@ def test_a_wish_of_a_later_turn_counts_from_then_on(make_daemon, make_engine):
     assert before
     wish = {"extra_args": {"kv_transfer_params": {"kvserver.no_store": True}}}
     turn(engine, SECOND, sampling=wish)
-    turn(engine, SECOND)  # says nothing of it
+    turn(engine, SECOND)  # states none
     assert len(engine.stores) == before
     turn(engine, SECOND, sampling={"extra_args": {"kv_transfer_params": {"kvserver.no_store": False}}})
     end(engine)

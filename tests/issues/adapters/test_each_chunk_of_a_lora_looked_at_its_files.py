@@ -115,12 +115,12 @@ def test_loras_beyond_a_number_run_without_cache(make_daemon, make_engine, tmp_p
     ]  # fmt: skip
 
 
-def test_a_lora_is_known_by_its_stamps_after_its_files_are_gone(make_daemon, make_engine, tmp_path):
+def test_a_lora_is_known_by_its_stamps_after_its_files_were_removed(make_daemon, make_engine, tmp_path):
     daemon = make_daemon(chunk_tokens=CHUNK)
     engine = make_engine(daemon)
     lora = adapter(tmp_path / "lora", 1)
     engine.generate("first", TOKENS, lora_request=lora)
     for path in (tmp_path / "lora").iterdir():
         path.unlink()
-    engine.generate("gone", prompt(2, 3 * CHUNK), lora_request=lora)
+    engine.generate("removed", prompt(2, 3 * CHUNK), lora_request=lora)
     wait_until(lambda: daemon.status()["l1"]["chunks"] == 2)
