@@ -63,7 +63,7 @@ def connect(connection: socket.socket, path: str) -> None:
         connection.connect(path)
     except PermissionError as error:
         place, owner = _nearest(Path(path))
-        text = f"user {os.geteuid()} may not connect to {path} ({error.strerror}): {place} belongs to user {owner}"
+        text = f"user {os.geteuid()} may not connect: {place} belongs to user {owner} ({error.strerror})"
         raise NotPermitted(f"{text}; run engine and daemon as one user") from None
 
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from front_end import FrontEnd
 from support.daemon import Daemon, wait_until
 
 OTHER_UID = 65533
@@ -17,6 +18,9 @@ OTHER_UID = 65533
 STRANGER = """
 import os, sys, time, encodings.idna, logging.handlers
 from kvserver.adapters.common.link import Link, absence, failure
+from kvserver.cli import checks_service
+from kvserver.cli.checks import Machine
+from kvserver.config import Settings
 from kvserver.protocol import default_endpoint
 from kvserver.protocol.client import Attachment, Client
 what, where, token, uid = *sys.argv[1:4], int(sys.argv[4])
@@ -27,6 +31,9 @@ if what == "link":
     link = Link(where or default_endpoint(), "stranger")
     link.start(5)
     print(*link.cache_status)
+elif what == "doctor":
+    found = checks_service.daemon(Machine(Settings(endpoint=where)))
+    print("not_permitted" if found.level == "problem" and "as the daemon's user" in found.fix else found, found.text)
 elif what == "command":
     try:
         Client(where, 1).hello()
@@ -66,7 +73,7 @@ def daemon(make_daemon) -> Daemon:
 
 
 @needs_root
-@pytest.mark.parametrize("what", ["link", "command"])
+@pytest.mark.parametrize("what", ["link", "command", "doctor"])
 @pytest.mark.parametrize("folder_mode", [0o700, 0o755])
 def test_a_socket_without_permission_is_reported_with_both_users(daemon, folder_mode, what):
     daemon.folder.chmod(folder_mode)
@@ -76,13 +83,17 @@ def test_a_socket_without_permission_is_reported_with_both_users(daemon, folder_
 
 
 @needs_root
-@pytest.mark.parametrize("what", ["link", "command"])
+@pytest.mark.parametrize("what", ["link", "command", "doctor"])
 def test_a_daemon_that_refuses_the_peers_credentials_is_reported_with_both_users(daemon, what):
     """Where the operator made the socket writable for all."""
     for path in daemon.sockets:
         path.chmod(0o666)
-    (line,) = ask(what, daemon.endpoint)
-    assert_not_permitted(line)
+    for _ in range(2):
+        (line,) = ask(what, daemon.endpoint)
+        assert_not_permitted(line)
+    refusal = "refused a connection of another user"
+    wait_until(lambda: refusal in daemon.log)
+    assert daemon.log.count(refusal) == 1
 
 
 @needs_root
@@ -113,3 +124,19 @@ def test_a_rank_that_may_not_attach_is_reported_and_the_daemons_log_has_one_line
         wait_until(lambda: refusal in daemon.log)
         assert "this daemon is of uid 0" in daemon.log
     assert daemon.log.count(refusal) == (mode == 0o666), "its engine tries again and again"
+
+
+def test_the_reason_is_in_vllms_metrics(make_engine, make_daemon, monkeypatch):
+    """Root passes every check of the kernel, so the refusal is injected here where the other tests meet the kernel's."""
+    daemon = make_daemon()
+    why = "user 1000 may not connect: /run/kv belongs to user 0 (Permission denied); run engine and daemon as one user"
+    monkeypatch.setattr("kvserver.adapters.common.link.barrier", lambda endpoint: why)
+    engine = make_engine(daemon)
+    engine.run()
+    front = FrontEnd(engine)
+    try:
+        wait_until(lambda: front.reason == "not_permitted", 10, "the reason")
+        assert "user 1000" in front.reasons[0][1]
+        assert "user 0" in front.reasons[0][1]
+    finally:
+        front.close()
