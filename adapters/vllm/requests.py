@@ -49,10 +49,7 @@ class RequestState(Question):
     tables: Tables = ()  # for vLLM before 0.30
     lost: bool = False  # its tables may be wrong: nothing is stored until vLLM sends them whole
     wishes: Wishes = NONE
-    turn: tuple[int, Any] = (
-        0,
-        None,
-    )  # of a streaming session: `turn_of` the request, as of the turn that all this is of
+    turn: tuple[int, Any] = (0, None)  # `turn_of` the request, as of which all this is
     not_loaded: str = ""  # why it loads nothing that the daemon has: one of EndRequest's codes
 
     def store_again(self) -> None:
@@ -61,10 +58,10 @@ class RequestState(Question):
         self.has_prompt_tail = False
 
     def begin_turn(self, variant: Variant | None, wishes: Wishes) -> None:
-        """A streaming session goes on: its prompt is another one now. `variant`: None if it must run without cache."""
-        if (
-            variant is not None and variant != self.variant
-        ):  # nothing of it is under the new one; if None, the old one is not current
+        """A streaming session goes on: its prompt is another one now. `variant`: None if it must run without cache; the old
+        one is not current then.
+        """
+        if variant is not None and variant != self.variant:  # nothing of it is stored under the new one
             self.variant = variant
             self.store_again()
         self.wishes = wishes
