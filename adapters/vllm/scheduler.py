@@ -133,7 +133,7 @@ class SchedulerHalf:
         variant = self._variants.of(request)
         if variant is None:
             return  # it runs without cache
-        self._variants.are_files_same(request, since)  # begins the look, which the lookup's answer then seldom waits for
+        self._variants.are_files_same(request, since)  # begins the look
         wishes = wishes_of(request.kv_transfer_params, self.counters)
         state = RequestState(
             request=request,
