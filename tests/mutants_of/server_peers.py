@@ -70,7 +70,7 @@ MUTANTS = (
     ),
     Mutant(
         "any user may connect",
-        LIFELINE, "Lifelines.accept", " or uid not in (os.getuid(), 0)", "",
+        LIFELINE, "Lifelines.accept", "uid not in (os.getuid(), 0)", "False",
         ("issues/test_no_test_covered_who_connects.py::test_another_user_who_reaches_the_fd_socket_is_hung_up_on_even_with_the_token",),
     ),
     Mutant(
