@@ -65,7 +65,7 @@ MUTANTS = (
     # ---- lifeline.py --------------------------------------------------------------------------------
     Mutant(
         "there is no limit of connections",
-        LIFELINE, "Lifelines.accept", "len(self._lifelines) >= MAX_CONNECTIONS or ", "",
+        LIFELINE, "Lifelines.accept", " or len(self._lifelines) >= MAX_CONNECTIONS", "",
         ("issues/test_no_test_covered_who_connects.py::test_one_connection_too_many_is_hung_up_on_and_the_others_live",),
     ),
     Mutant(
