@@ -12,7 +12,7 @@ CHUNKS = "adapters/vllm/chunks.py"
 VARIANTS = "adapters/vllm/variants.py"
 LORAS = "adapters/vllm/loras.py"
 LOOKED_AT = "issues/adapters/test_each_chunk_of_a_lora_looked_at_its_files.py"
-SESSIONS = "issues/adapters/test_a_session_kept_what_its_first_turn_was.py"
+TURNS = "issues/adapters/test_a_session_kept_what_its_first_turn_was.py"
 DURABILITY = "adapters/test_durability.py"
 STATE_TESTS = ("adapters/test_groups.py", "adapters/test_states.py")
 IDENTITY = "adapters/vllm/identity.py"
@@ -258,19 +258,19 @@ MUTANTS = (
     # ---- sessions -----------------------------------------------------------------------------------
     Mutant(
         "a session that gains images stays in the shared namespace",
-        "adapters/vllm/requests.py", "RequestState.begin_turn", "self.variant = variant", "pass", (SESSIONS,),
+        "adapters/vllm/requests.py", "RequestState.begin_turn", "self.variant = variant", "pass", (TURNS,),
     ),
     Mutant(
         "a session keeps its first prompt's boundaries",
-        "adapters/vllm/requests.py", "RequestState.begin_turn", "self.boundaries = None", "pass", (SESSIONS,),
+        "adapters/vllm/requests.py", "RequestState.begin_turn", "self.boundaries = None", "pass", (TURNS,),
     ),
     Mutant(
         "a session stores the tail of its first prompt only",
         "adapters/vllm/requests.py", "RequestState.begin_turn", "self.has_prompt_tail = self.give_up = False",
-        "self.give_up = False", (SESSIONS,),
+        "self.give_up = False", (TURNS,),
     ),
     Mutant(
         "what a later turn of a session wishes is ignored",
-        "adapters/vllm/requests.py", "RequestState.begin_turn", "self.wishes = wishes", "pass", (SESSIONS,),
+        "adapters/vllm/requests.py", "RequestState.begin_turn", "self.wishes = wishes", "pass", (TURNS,),
     ),
 )  # fmt: skip
