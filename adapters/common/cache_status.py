@@ -21,6 +21,7 @@ REASONS = {
     "no_daemon": "no daemon is at the endpoint: none was started, it ended, or the endpoint is another",
     "no_answer": "a daemon is at the endpoint and does not answer",
     "breaker_open": "the daemon did not answer in time, and nothing is sent until it answers",
+    "not_permitted": "the daemon is another user's, and this user may not connect to it",
     "foreign_daemon": "the default endpoint's folder is another user's",
     "not_registered": "the daemon answers, and not all ranks of this engine are registered: they start, or they sleep",
     "unsupported": "this engine's configuration is not served",

@@ -25,10 +25,12 @@ from kvserver.adapters.common.cache_status import CONNECTED, STARTING, CacheStat
 from kvserver._native import WordPage
 from kvserver.protocol import (
     HelloReply,
+    NotPermitted,
     Registered,
     RegisterWorker,
     Unregistered,
     UnregisterWorker,
+    barrier,
     stranger_at,
 )
 from kvserver.protocol.client import Attachment, Channel, Client, RequestFailed, WatchedClient, has_listener
@@ -105,6 +107,8 @@ def absence(endpoint: str) -> CacheStatus | None:
         return CacheStatus("no_daemon", f"no kvserver at {endpoint}")
     if stranger := stranger_at(endpoint):
         return CacheStatus("foreign_daemon", stranger)
+    if why := barrier(endpoint):
+        return CacheStatus("not_permitted", why)
     return None
 
 
@@ -112,6 +116,8 @@ def failure(endpoint: str, error: Exception) -> CacheStatus:
     """The status that follows from a failed attempt to talk to the daemon at the endpoint."""
     if isinstance(error, RequestFailed):
         return CacheStatus(refused(error.code), str(error))
+    if isinstance(error, NotPermitted):
+        return CacheStatus("not_permitted", str(error))
     if isinstance(error, TimeoutError) and has_listener(endpoint):
         return CacheStatus("no_answer", f"kvserver at {endpoint} does not answer")
     if isinstance(error, OSError):

@@ -32,6 +32,7 @@ COUNTERS = {
     "bad_wishes": "Values in kv_transfer_params of requests that kvserver does not know, and ignored.",
     "prefix_resets": "Resets of the prefix cache after which the engine shares KV with itself only, since its weights may have changed.",
     "replaced_lora_requests": "Times that a request was kept from the cache, since the files of its LoRA were replaced.",
+    "unknown_lora_requests": "Times that a request was kept from the cache, since the engine has had more LoRAs than it keeps apart.",
     "foreign_embeddings_requests": "Times that a request was kept from the cache, since prompt embeddings of another dtype than the model's arrived.",
     "load_bytes": "Bytes loaded from kvserver, by all ranks.",
     "load_failures": "Loads that failed, by all ranks; the engine computes those tokens itself.",

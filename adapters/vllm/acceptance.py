@@ -3,7 +3,7 @@
 vLLM takes steps back. It may find after a step that a sibling's synchronous load had failed, so that all behind it is garbage; a step's
 output may raise, and then vLLM never processes the step; a request may be preempted or aborted while its step is under way. **The rule: a
 chunk may be found only once every step that computed any token of its prefix was accepted.** So a store is planned with the step that
-completes its KV, and sent with the first step that is planned after that one was accepted.
+completes its KV, and sent with the first step that is planned after that one was accepted. That of a LoRA also waits until its files were looked at.
 
 Steps are named by a number that the plan carries and the workers' report returns. They are never counted: vLLM drops a step before
 it raises, and goes on with the next one.
@@ -14,15 +14,22 @@ token its blocks are known to hold none (`RequestState.trusted_tokens`). Refuses
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvserver.adapters.common.hazards import PinnedStores
 from kvserver.adapters.common.specs import StoreSpec, ids_of
 from kvserver.adapters.common.steps import NULL_BLOCK
 from kvserver.adapters.vllm.chunks import Tables
 from kvserver.adapters.vllm.requests import ALL_TOKENS, RequestState
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+_LOOK_SECONDS = 1.0  # for a look at a LoRA's files, from a store's acceptance
 
 
 @dataclass(slots=True)
@@ -31,6 +38,7 @@ class _Unsent:
     state: RequestState
     end_tokens: int  # of the request, up to which the store's last object reaches
     undo: Callable[[], None]  # the request may store it again
+    accepted_at: float = 0.0
 
 
 @dataclass(slots=True)
@@ -48,8 +56,14 @@ class Acceptance:
     """
 
     def __init__(
-        self, pins: PinnedStores, suspects: set[int], block_tokens: Sequence[int], counters: Counter[str]
+        self,
+        pins: PinnedStores,
+        suspects: set[int],
+        block_tokens: Sequence[int],
+        counters: Counter[str],
+        are_files_same: Callable[[Request, float], bool | None],
     ) -> None:
+        self._are_files_same = are_files_same
         self.suspects = suspects
         self._pins, self._block_tokens, self._counters = pins, block_tokens, counters
         self._planning = _Step()
@@ -93,10 +107,23 @@ class Acceptance:
         """End the step that is being planned: its number, and the stores that go with it."""
         self._step += 1
         step, self._planning = self._planning, _Step()
-        accepted, self._accepted = self._accepted, []
         if computes:
             self._under_way[self._step] = step
-        return self._step, [unsent.store for unsent in accepted]
+        return self._step, [unsent.store for unsent in self._take_accepted()]
+
+    def _take_accepted(self) -> list[_Unsent]:
+        """The accepted stores that may be sent. Others wait for a look at their LoRA's files, or are dropped."""
+        accepted, self._accepted = self._accepted, []
+        sent, now = [], time.monotonic()
+        for unsent in accepted:
+            same = self._are_files_same(unsent.state.request, unsent.accepted_at)
+            if same and not any(waiting.state is unsent.state for waiting in self._accepted):  # they keep their order
+                sent.append(unsent)
+            elif same is not False and now < unsent.accepted_at + _LOOK_SECONDS:
+                self._keep(unsent)
+            else:
+                self._drop(unsent)
+        return sent
 
     # ---- a step ends ----------------------------------------------------------------------------
 
@@ -133,6 +160,12 @@ class Acceptance:
         return self._reported
 
     def _accept(self, unsent: _Unsent) -> None:
+        """Have it sent, once its LoRA's files were looked at: they are the same since its first request, also when its KV was computed."""
+        unsent.accepted_at = time.monotonic()
+        self._are_files_same(unsent.state.request, unsent.accepted_at)  # begins the look
+        self._keep(unsent)
+
+    def _keep(self, unsent: _Unsent) -> None:
         """It goes out with the next step; should that step's plan be lost, its pins still end some time after the step."""
         self._accepted.append(unsent)
         self._pins.sent(unsent.store.copy_id, self._step + 1)

@@ -6,6 +6,7 @@ and how a lookup reaches the daemon (`lookups`).
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from kvserver.adapters.common.failed_loads import FailedLoads
@@ -20,6 +21,7 @@ from kvserver.protocol import MAX_CHUNKS, Lookup, LookupTail
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+_LOOK_SECONDS = 0.1  # for a look at a LoRA's files, from the request's arrival
 _LONGEST_TRACEPARENT = 512  # as the protocol has it
 
 
@@ -111,9 +113,14 @@ class Hits:
         state.not_loaded = "lookup_timeout" if answer.timed_out else ""
         if not tokens:
             return 0
-        if self._facts.whole_prompts_only and local_tokens + tokens < request.num_tokens - 1:
+        same = self._variants.are_files_same(request, state.since)
+        if same is None and time.monotonic() < state.since + _LOOK_SECONDS:
+            return None
+        if same is None:
+            state.not_loaded = "lookup_timeout"
+        elif self._facts.whole_prompts_only and local_tokens + tokens < request.num_tokens - 1:
             state.not_loaded = "whole_prompts_only"
-        elif not self._variants.is_current(request, state.variant):
+        elif not same or not self._variants.is_current(request, state.variant):
             state.not_loaded = self._variants.why_without_cache(request) or "weights_changed"
         if state.not_loaded:
             return 0
@@ -125,6 +132,7 @@ class Hits:
         if state.admitted:  # it was preempted since: look up again, more may be stored by now
             state.admitted = False
             state.answer = None
+            state.since = time.monotonic()
             state.waits_for_fills = state.wishes.waits_for_storage
         if self._failed and state.answer is not None and state.answer.hit_chunks > self._useful_chunks(state):
             state.answer = None  # it is older than the failure of another request's load

@@ -40,7 +40,7 @@ _OTHER = "other"
 _BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 # Where a fault was kept from the engine: methods of vLLM's interface, and parts of what they do.
 _PLACES = """
-    _begin_loads, _begin_stores, _finished, _plan_stores, _set_up, _unregister, a failed load, a new session, aborting a load, aborting a store, an
+    _begin_loads, _begin_stores, _finished, _plan_stores, _set_up, _unregister, a failed load, a new session, a session's new turn, aborting a load, aborting a store, an
     answer, a wait for fills, answers, beginning of a load, beginning of a store, bind_gpu_block_pool, bind_scheduler_context, blocks that only stores keep, get_mem_pool_context,
     build_connector_meta, build_connector_worker_meta, cancelling a copy, ending the connection, failing a load,
     get_block_ids_with_load_errors, get_external_cache_hit_sources, get_kv_connector_stats, get_num_new_matched_tokens,

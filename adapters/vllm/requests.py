@@ -30,6 +30,7 @@ ALL_TOKENS = 1 << 62  # more than any request has
 class RequestState(Question):
     request: Request
     variant: Variant
+    since: float = 0.0  # what its LoRA's files must be looked at after, before KV is loaded
     local_tokens: int = 0  # what vLLM had itself when the hit was reported to it
     loads: list[LoadSpec] = field(default_factory=list)  # the copies of its load, one for each object group
     admitted: bool = False  # vLLM has placed it
@@ -48,12 +49,30 @@ class RequestState(Question):
     tables: Tables = ()  # for vLLM before 0.30
     lost: bool = False  # its tables may be wrong: nothing is stored until vLLM sends them whole
     wishes: Wishes = NONE
+    turn: tuple[int, Any] = (0, None)  # `turn_of` the request, as of which all this is
     not_loaded: str = ""  # why it loads nothing that the daemon has: one of EndRequest's codes
 
     def store_again(self) -> None:
         """Nothing of it is stored."""
         self.stored_chunks = self.stored_blocks = self.computed = 0
         self.has_prompt_tail = False
+
+    def begin_turn(self, variant: Variant | None, wishes: Wishes) -> None:
+        """A streaming session goes on: its prompt is another one now. `variant`: None if it must run without cache; the old
+        one is not current then.
+        """
+        if variant is not None and variant != self.variant:  # nothing of it is stored under the new one
+            self.variant = variant
+            self.store_again()
+        self.wishes = wishes
+        self.has_prompt_tail = self.give_up = False
+        self.boundaries = None
+        self.turn = turn_of(self.request)
+
+
+def turn_of(request: Request) -> tuple[int, Any]:
+    """What every turn of a streaming session changes: vLLM extends the request in place, and states it to no connector."""
+    return request.num_prompt_tokens, request.sampling_params
 
 
 class Requests(dict[str, RequestState]):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, ParamSpec
@@ -37,14 +38,14 @@ from kvserver.adapters.vllm.facts import EngineFacts
 from kvserver.adapters.vllm.hits import Hits
 from kvserver.adapters.vllm.load_plans import LoadPlanner
 from kvserver.adapters.vllm.promises import Promises
-from kvserver.adapters.vllm.requests import Requests, RequestState
+from kvserver.adapters.vllm.requests import Requests, RequestState, turn_of
 from kvserver.adapters.vllm.settings import AdapterSettings
 from kvserver.adapters.vllm.sleeps import Sleeps
 from kvserver.adapters.vllm.sources import Sources
 from kvserver.adapters.vllm.store_plans import StorePlanner
 from kvserver.adapters.vllm.support import rehashes_sessions
 from kvserver.adapters.vllm.variants import Variants
-from kvserver.adapters.vllm.wishes import wishes_of
+from kvserver.adapters.vllm.wishes import wishes_of, wishes_of_turn
 from vllm.v1.request import RequestStatus
 
 from kvserver.protocol import HelloReply
@@ -96,7 +97,9 @@ class SchedulerHalf:
         self._ids = ids = itertools.count(1)
         self._failed = FailedLoads()
         self._inexact_siblings = facts.inexact_siblings
-        self._acceptance = Acceptance(self._pins, self._pool.suspects, facts.block_tokens, self.counters)
+        self._acceptance = Acceptance(
+            self._pins, self._pool.suspects, facts.block_tokens, self.counters, self._variants.are_files_same
+        )
         self._stores = StorePlanner(
             self._chunks, facts, self._variants, self._pins, self._acceptance, ids, self.counters
         )
@@ -126,11 +129,20 @@ class SchedulerHalf:
                 )
             self._stale_hashes = True
             return
+        since = time.monotonic()
         variant = self._variants.of(request)
         if variant is None:
             return  # it runs without cache
+        self._variants.are_files_same(request, since)  # begins the look
         wishes = wishes_of(request.kv_transfer_params, self.counters)
-        state = RequestState(request=request, variant=variant, wishes=wishes, waits_for_fills=wishes.waits_for_storage)
+        state = RequestState(
+            request=request,
+            variant=variant,
+            since=since,
+            wishes=wishes,
+            waits_for_fills=wishes.waits_for_storage,
+            turn=turn_of(request),
+        )
         self._requests[request.request_id] = state
         usable = self._dispatcher.usable() is not None
         if usable and self._hits.is_useful(state) and not request.skip_reading_prefix_cache:
@@ -142,6 +154,7 @@ class SchedulerHalf:
         if state is None:  # it runs without cache
             self._sources.asked(request.request_id, local_tokens)
             return 0, False
+        self._guarded("a session's new turn", self._follow_session, state)
         state.awaits_blocks = False
         state.asked_tokens, state.own_tokens = local_tokens, 0
         has_all = self._hits.has_all(state, local_tokens)
@@ -160,6 +173,13 @@ class SchedulerHalf:
             self._want_state(state, local_tokens + tokens)
         return tokens, bool(tokens)
 
+    def _follow_session(self, state: RequestState) -> None:
+        """Before anything is named or planned by the request: a streaming session may have a new turn."""
+        turn, request = turn_of(state.request), state.request
+        if request.resumable and (turn[0] != state.turn[0] or turn[1] is not state.turn[1]):
+            wishes = wishes_of_turn(request.sampling_params, state.wishes, self.counters)
+            state.begin_turn(self._variants.of(request), wishes)
+
     def hit_sources(self, request_id: str) -> tuple[int, int]:
         """How many tokens of the load that was just planned come from L1, and from L2."""
         return self._promises.being_loaded(request_id)
@@ -169,6 +189,8 @@ class SchedulerHalf:
     def allocated(self, request: Request, tables: Tables, external_tokens: int) -> None:
         """vLLM has allocated the request's blocks; with external tokens, some of them are to be loaded."""
         state = self._requests.get(request.request_id)
+        if state is not None:
+            self._guarded("a session's new turn", self._follow_session, state)
         if state is not None and external_tokens <= 0 and self._promises.is_open(request.request_id):
             state.not_loaded = "not_used"
         self._guarded("sources of a prompt", self._placed, request, external_tokens)
@@ -266,6 +288,7 @@ class SchedulerHalf:
 
     def _plan_last_stores(self, state: RequestState, tables: Tables) -> None:
         """Of a request that was aborted or failed only what vLLM had accepted before."""
+        self._follow_session(state)
         aborted = state.request.status in _NOT_ACCEPTED
         if aborted:
             self._acceptance.drop_request(state)

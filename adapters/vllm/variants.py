@@ -4,37 +4,25 @@ The rule: what vLLM's block hash leaves out because it means one thing within on
 request from the cache (the table is in adapters/README.md). What vLLM's own cache may take for another, it also hands to a later request,
 whose store would give it on: once such a thing was seen, no request that it can be taken for stores.
 
-Owns: the weights epoch, the LoRAs and dtypes seen, and the text that goes with every key, with its durability: whether another start of an
+Owns: the weights epoch, the dtypes seen, and the text that goes with every key, with its durability: whether another start of an
 engine would have the same text, and whether one on another machine would. Refuses to know: keys,
-and how the server hashes the text into a namespace.
-
-A LoRA is the files that its name and path had at its first request. vLLM reads them again when it had evicted
-the LoRA, or on request, but keeps its own blocks and their hashes: once the files were replaced it is unknown which of
-them a block was computed with, and requests with that name and path run without cache. New files at a new path are a new LoRA; before
-vLLM 0.31, whose hashes have the name only, under a new name.
+a LoRA's files (`loras`), and how the server hashes the text into a namespace.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import threading
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from kvserver.adapters.common.weights import NoWeights, stamps_of
-from kvserver.adapters.vllm.identity import chain_durability, chain_start, lora_fingerprint
-from kvserver.adapters.vllm.support import vllm_version
+from kvserver.adapters.vllm.identity import chain_durability, chain_start
+from kvserver.adapters.vllm.loras import Loras
 
 from kvserver.protocol import Durability
 
 log = logging.getLogger("vllm.kvserver")
-
-_HASHES_PATHS = (0, 31)  # vLLM's block hashes have a LoRA's path beside its name from then on
 
 
 class Variant(NamedTuple):
@@ -42,21 +30,13 @@ class Variant(NamedTuple):
     durability: Durability
 
 
-@dataclass(slots=True)
-class _Lora:
-    stamps: object  # of its files at its first request
-    fingerprint: str | None = None  # None: not known, so it is shared with no other engine
-    is_read: bool = False
-
-
 class Variants:
     """`configured_version` reads the current `kvserver.weights_version`; `incarnation` names this incarnation of the engine.
 
     `private` states why the engine shares KV with itself only; empty while it shares with others. If it is set from the
     start, a version that is configured at the start does not change it.
-    `trusts_uuids`: names of multimodal items, which may be the users', mean the same to every engine. `whole_digests`: the
-    fingerprint of a LoRA covers every byte of its files, which a thread of its own reads: a second for each gigabyte is too long for
-    the scheduler's. Until then the LoRA's requests run without cache. `embeddings_dtype`: the model's, of prompts of embeddings.
+    `trusts_uuids`: names of multimodal items, which may be the users', mean the same to every engine. `whole_digests`: as Loras has
+    them. `embeddings_dtype`: the model's, of prompts of embeddings.
     """
 
     def __init__(
@@ -83,12 +63,9 @@ class Variants:
         self._epoch = 0
         self._chain = ""
         self._chain_durability = Durability.PROCESS  # known when `_chain` is
-        self._loras: dict[tuple[str, str], _Lora] = {}  # by name and path, as vLLM's block hashes have them
-        self._replaced: set[tuple[str, str]] = set()
+        self._loras = Loras(whole_digests, self._counters)
         self._embeddings_dtype = embeddings_dtype
         self._foreign_embeddings = False  # vLLM's own cache may have blocks of another dtype
-        self._unread: SimpleQueue[tuple[_Lora, Any]] = SimpleQueue()
-        self._reader: threading.Thread | None = None
 
     def weights_changed(self, since: str) -> None:
         """Begin a private epoch, for the reason `since`, unless a new version was configured since the last change."""
@@ -126,7 +103,7 @@ class Variants:
         lora = request.lora_request
         private = bool(request.mm_features) and not self._trusts_uuids
         private = private or request.prompt_is_token_ids is not None  # no hash has it, so token 0 may be an embedding
-        known = self._lora(lora) if lora is not None else None
+        known = self._loras.of(lora) if lora is not None else None
         if lora is not None and known is None:
             return None
         private = private or (known is not None and known.fingerprint is None)
@@ -139,8 +116,16 @@ class Variants:
         return Variant(f"{epoch}/{_digest(known.fingerprint or lora.lora_path)}", durability)
 
     def is_current(self, request: Any, variant: Variant) -> bool:
-        """Whether `variant` still names what the request computes with: a LoRA's files may be replaced, or other embeddings come."""
-        return (request.lora_request is None and request.prompt_embeds is None) or self.of(request) == variant
+        """Whether `variant` still names what the request computes with: a LoRA's files may be replaced, other embeddings may arrive, and a
+        streaming session may gain images.
+        """
+        plain = request.lora_request is None and request.prompt_embeds is None and not request.mm_features
+        return plain or self.of(request) == variant
+
+    def are_files_same(self, request: Any, since: float) -> bool | None:
+        """Whether no file that the request computes with was replaced until a moment after `since`; None: that is being looked up."""
+        lora = request.lora_request
+        return True if lora is None else self._loras.are_same_since(lora, since)
 
     def why_without_cache(self, request: Any) -> str:
         """One of EndRequest's codes, or "" if it has none."""
@@ -163,52 +148,6 @@ class Variants:
     def _own(self, epoch: str) -> str:
         """The epoch's text for this incarnation of the engine only."""
         return _digest(f"{epoch} {self._incarnation}")
-
-    def _lora(self, lora: Any) -> _Lora | None:
-        """None if its files are not read yet, or are not those of its first request."""
-        files = stamps_of(Path(lora.lora_path).expanduser())
-        hashed = vllm_version() >= _HASHES_PATHS
-        name = (lora.lora_name, lora.lora_path if hashed else "")
-        stamps = (lora.lora_path, files)
-        known = self._loras.get(name)
-        if known is None:
-            known = self._loras[name] = _Lora(stamps)
-            if self._whole_digests and files:
-                self._read_later(known, lora)
-            else:
-                self._read(known, lora)
-        if known.stamps == stamps:
-            return known if known.is_read else None
-        self._counters["replaced_lora_requests"] += 1
-        if name not in self._replaced:
-            self._replaced.add(name)
-            log.warning(
-                "the files of LoRA %r were replaced: its requests run without kvserver; give new files a new %s",
-                lora.lora_name,
-                "path" if hashed else "name",
-            )
-        return None
-
-    def _read_later(self, known: _Lora, lora: Any) -> None:
-        self._unread.put((known, lora))
-        if self._reader is None:
-            self._reader = threading.Thread(target=self._read_all, name="kvserver-loras", daemon=True)
-            self._reader.start()
-
-    def _read_all(self) -> None:
-        while True:
-            self._read(*self._unread.get())
-
-    def _read(self, known: _Lora, lora: Any) -> None:
-        try:
-            known.fingerprint = lora_fingerprint(lora, self._whole_digests)
-        except (NoWeights, OSError) as error:
-            log.debug("LoRA %r", lora.lora_name, exc_info=error)
-        except Exception:  # a bug, which must not end the thread
-            log.exception("kvserver: a fault while LoRA %r was read", lora.lora_name)
-        if known.fingerprint is None:
-            log.warning("kvserver: KV with LoRA %r is shared with no other engine: no files to read", lora.lora_name)
-        known.is_read = True
 
 
 def _digest(text: str) -> str:

@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 log = logging.getLogger("vllm.kvserver")
 
@@ -37,6 +38,15 @@ def wishes_of(params: object, counters: Counter[str]) -> Wishes:
         if isinstance(name, str) and name.startswith(_PREFIX):
             wishes = _with(wishes, name.removeprefix(_PREFIX), value) or _refused(wishes, name, counters)
     return wishes
+
+
+def wishes_of_turn(parameters: Any, before: Wishes, counters: Counter[str]) -> Wishes:
+    """Of a streaming session's new turn, by its sampling parameters: vLLM keeps the first turn's `kv_transfer_params`.
+
+    A turn that states none goes on with those of the turn before.
+    """
+    params = (getattr(parameters, "extra_args", None) or {}).get("kv_transfer_params")
+    return before if params is None else wishes_of(params, counters)
 
 
 def _with(wishes: Wishes, name: str, value: object) -> Wishes | None:

@@ -30,6 +30,7 @@ HELP = {
     "no_daemon": "kvserver serve, with the endpoint that the engine has; containers must share its folder",
     "no_answer": "kvserver status; then restart the daemon, the engine finds the new one by itself",
     "breaker_open": "kvserver status; then restart the daemon, the engine finds the new one by itself",
+    "not_permitted": "run daemon and engine as one user: the socket is its user's alone; root may connect too",
     "foreign_daemon": "remove that folder, or give daemon and engine an endpoint (--endpoint, kvserver.endpoint)",
     "not_registered": "wake the engine if it sleeps; else its log states why a rank does not register",
     "unsupported": "change the setting named in the reason, or run this engine without the connector",

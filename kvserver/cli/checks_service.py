@@ -25,7 +25,7 @@ import msgspec
 from kvserver import __version__
 from kvserver.cli.checks import Finding, Machine, ok, problem, warning
 from kvserver.config import Settings, bearer, read_token
-from kvserver.protocol import ConfigError
+from kvserver.protocol import ConfigError, barrier
 from kvserver.protocol.client import Client, RequestFailed, has_listener
 from kvserver.protocol.status import DaemonStatus
 
@@ -86,6 +86,8 @@ def daemon(machine: Machine) -> Finding:
     if not has_listener(url):
         dead = ", only a dead daemon's socket" if Path(url.removeprefix("ipc://")).exists() else ""
         return warning(f"none at {url}{dead}", _serve_command(machine))
+    if why := barrier(url):
+        return problem(why, "run this as the daemon's user, and its engines too")
     try:
         with Client(url, timeout=_HELLO_SECONDS) as client:
             hello = client.hello("doctor")

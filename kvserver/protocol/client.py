@@ -23,6 +23,7 @@ import msgspec
 import zmq
 
 from kvserver.protocol.codec import decode_attach_reply, decode_reply, encode
+from kvserver.protocol.endpoint import NotPermitted, barrier, connect, why_refused
 from kvserver.protocol.errors import ErrorCode
 from kvserver.protocol.messages import (
     PROTOCOL_VERSION,
@@ -142,10 +143,14 @@ class Client:
         self.channel = Channel(endpoint)
 
     def ask(self, request: Request, expect: type[R], timeout: float | None = None) -> R:
-        """RequestFailed if the server answers with an error; TimeoutError if it does not answer in time."""
+        """RequestFailed if the server answers with an error; TimeoutError if it does not answer in time; NotPermitted if it is not for
+        this user.
+        """
         deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
         while (number := self.channel.send(request)) is None:
             if not self.channel.wait_writable(deadline - time.monotonic()):
+                if why := barrier(self.endpoint):
+                    raise NotPermitted(why)
                 raise TimeoutError(f"no kvserver at {self.endpoint}")
         while (left := deadline - time.monotonic()) > 0:
             self._wait(min(left + 0.001, 1.0))
@@ -221,20 +226,17 @@ class Attachment:
     """
 
     def __init__(self, fd_path: str, token: str, fds: list[int], timeout: float = 5.0) -> None:
-        """OSError or TimeoutError if no server answers; RequestFailed if the server refuses."""
+        """OSError or TimeoutError if no server answers; RequestFailed if the server refuses; NotPermitted if it refuses this user."""
         self.detached = False  # the server sent Detached: it no longer uses the worker's memory
         self._announces_detached = False
         self._server: int | None = None  # a pidfd of the server, if its process is visible
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
             self._socket.settimeout(timeout)
-            self._socket.connect(fd_path)
+            connect(self._socket, fd_path)
             self._server = _open_peer(self._socket)
-            socket.send_fds(self._socket, [encode(Attach(token=token))], fds)
-            raw = self._socket.recv(4096)
-            if not raw:
-                raise ConnectionResetError(f"{fd_path} was closed by the server")
-            reply = decode_attach_reply(raw)
+            refused = why_refused(self._socket)
+            reply = decode_attach_reply(self._exchange(fd_path, encode(Attach(token=token)), fds, refused))
             if isinstance(reply, Error):
                 raise RequestFailed(reply)
             assert isinstance(reply, Attached)
@@ -245,6 +247,17 @@ class Attachment:
         except BaseException:
             self.close()
             raise
+
+    def _exchange(self, fd_path: str, raw: bytes, fds: list[int], refused: str) -> bytes:
+        """The server's answer. `refused`: why the server hangs up, if it does."""
+        try:
+            socket.send_fds(self._socket, [raw], fds)
+            if answer := self._socket.recv(4096):
+                return answer
+        except ConnectionError:
+            if not refused:
+                raise
+        raise NotPermitted(refused) if refused else ConnectionResetError(f"{fd_path} was closed by the server")
 
     def fileno(self) -> int:
         return self._socket.fileno()

@@ -5,6 +5,7 @@ Owns: the lock, the ROUTER socket and who may connect to it. Refuses to know: me
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import ipaddress
 import logging
@@ -14,10 +15,14 @@ from typing import IO
 from urllib.parse import urlsplit
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from kvserver.protocol import MOST_MESSAGE_BYTES, ConfigError, stranger_at
 
 log = logging.getLogger(__name__)
+
+# Of a connection that failed for another reason than its user.
+_FAILED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED, errno.EPROTO, errno.EINVAL}
 
 
 class Endpoint:
@@ -53,6 +58,28 @@ class Endpoint:
             Path(self.url.removeprefix("ipc://")).unlink(missing_ok=True)
         Path(self.fd_path).unlink(missing_ok=True)
         self._lock.close()
+
+
+class Strangers:
+    """The peers that ZMQ refuses at an ipc endpoint by their credentials. `reports` is readable when there are some."""
+
+    def __init__(self, router: zmq.Socket[bytes]) -> None:
+        self.reports = router.get_monitor_socket(zmq.EVENT_ACCEPT_FAILED)
+        self._logged = False
+
+    def log(self) -> None:
+        """Once: an engine connects again and again, and ZMQ does not state whose it is."""
+        while self.reports.poll(0):
+            report = parse_monitor_message(self.reports.recv_multipart(zmq.NOBLOCK))
+            if int(report["value"]) in _FAILED or self._logged:
+                continue
+            self._logged = True
+            log.warning(
+                "refused a connection of another user on %s: this daemon is of uid %d; run engine and daemon as one user "
+                "(further ones are not logged)",
+                report["endpoint"].decode(errors="replace"),
+                os.getuid(),
+            )
 
 
 def _fd_path(url: str) -> str:

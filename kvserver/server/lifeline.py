@@ -39,6 +39,7 @@ MAX_CONNECTIONS = 1024
 MAX_FDS = 251  # the kernel passes at most 253 in one message
 SILENT_SECONDS = 10.0  # for a connection to register a worker
 _MAX_ATTACH_BYTES = 4096
+_MOST_STRANGERS = 100  # users in the log
 
 
 @dataclass(slots=True)
@@ -84,6 +85,7 @@ class Lifelines:
         self._lifelines: dict[int, Lifeline] = {}
         self._by_fd: dict[int, Lifeline] = {}
         self._next = 0
+        self._strangers: set[int] = set()  # users that were refused, and logged
         self.refused: Counter[str] = Counter()  # connections, by the Error that ended them or CONNECTION_REFUSED
         self._listener = socket.socket(
             socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
@@ -119,8 +121,9 @@ class Lifelines:
         connection.setblocking(False)
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         pid, uid, _gid = struct.unpack("3i", credentials)
-        if len(self._lifelines) >= MAX_CONNECTIONS or uid not in (os.getuid(), 0):
-            log.warning("refused a connection of uid %d, pid %d on %s", uid, pid, self.path)
+        is_stranger = uid not in (os.getuid(), 0)
+        if is_stranger or len(self._lifelines) >= MAX_CONNECTIONS:
+            self._log_refusal(uid, pid, is_stranger)
             self.refused[CONNECTION_REFUSED] += 1
             connection.close()
             return None
@@ -132,6 +135,17 @@ class Lifelines:
         if lifeline.process is not None:
             self._by_fd[lifeline.process] = lifeline
         return connection.fileno()
+
+    def _log_refusal(self, uid: int, pid: int, is_stranger: bool) -> None:
+        """Of a stranger once: its engine connects again and again."""
+        if not is_stranger:
+            log.warning(
+                "refused a connection of uid %d, pid %d on %s: %d are open", uid, pid, self.path, MAX_CONNECTIONS
+            )
+        elif uid not in self._strangers and len(self._strangers) < _MOST_STRANGERS:
+            self._strangers.add(uid)
+            text = "refused a connection of uid %d, pid %d on %s: this daemon is of uid %d; run engine and daemon as one user"
+            log.warning(f"{text} (further ones of this uid are only counted)", uid, pid, self.path, os.getuid())
 
     def _refuse_with_spare(self) -> None:
         """Out of descriptors: a connection that stays in the queue would wake the loop without end."""

@@ -38,6 +38,7 @@ from kvserver.protocol import (
     decode_request,
 )
 from kvserver.protocol.status import DaemonStatus
+from kvserver.server.endpoint import Strangers
 from kvserver.server.handlers import Handlers
 from kvserver.server.lifeline import Lifelines
 from kvserver.server.replies import Call, Replies
@@ -75,6 +76,7 @@ class Server:
         self._make_status = make_status
         self._stops_when_lost = stops_when_lost
         self._router = router
+        self._strangers = Strangers(router)
         self._replies = Replies(router, bus)
         self.rpc = self._replies.rpc
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -134,6 +136,7 @@ class Server:
         """Until stop()."""
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
+        poller.register(self._strangers.reports, zmq.POLLIN)
         for fd in (self._wake, self._lifelines.listener_fd):
             poller.register(fd, zmq.POLLIN)
         watched: set[int] = set()
@@ -157,6 +160,8 @@ class Server:
             more = self._serve_requests()
             if self._lifelines.listener_fd in ready:
                 self._guarded(self._lifelines.accept)
+            if self._strangers.reports in ready:
+                self._guarded(self._strangers.log)
             for fd in watched & ready.keys():
                 self._guarded(self._read_lifeline, fd)
             if self._wake in ready:

@@ -65,6 +65,11 @@ MUTANTS = (
         ("issues/adapters/test_an_engine_waited_for_a_daemon_that_was_dead.py",),
     ),
     Mutant(
+        "another user's daemon is queried",
+        LINK, "absence", "if why := barrier(endpoint):", "if why := \"\":",
+        ("issues/adapters/test_another_users_daemon_seemed_not_to_answer.py",),
+    ),
+    Mutant(
         "a breaker that opened stays open",
         LINK, "Breaker.answered", "was_open, self._failures = self.open, 0", "was_open = self.open",
         ("adapters/test_failures.py::test_a_hung_daemon_costs_a_millisecond_per_pass_and_nothing_once_the_breaker_is_open",),

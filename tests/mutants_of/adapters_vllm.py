@@ -10,6 +10,9 @@ BACKENDS = "adapters/vllm/backends.py"
 CONNECTOR = "adapters/vllm/connector.py"
 CHUNKS = "adapters/vllm/chunks.py"
 VARIANTS = "adapters/vllm/variants.py"
+LORAS = "adapters/vllm/loras.py"
+LOOKED_AT = "issues/adapters/test_each_chunk_of_a_lora_looked_at_its_files.py"
+TURNS = "issues/adapters/test_a_session_kept_what_its_first_turn_was.py"
 DURABILITY = "adapters/test_durability.py"
 STATE_TESTS = ("adapters/test_groups.py", "adapters/test_states.py")
 IDENTITY = "adapters/vllm/identity.py"
@@ -232,6 +235,42 @@ MUTANTS = (
     ),
     Mutant(
         "a LoRA whose files were replaced is served",
-        VARIANTS, "Variants._lora", "if known.stamps == stamps:", "if True:", (UNLISTED,),
+        LORAS, "Loras._look", "_stamps(known.request) == known.stamps", "True", (UNLISTED,),
+    ),
+    Mutant(
+        "KV is stored though a LoRA's files were replaced while its step ran",
+        "adapters/vllm/acceptance.py", "Acceptance._take_accepted", "if same and", "if True and", (LOOKED_AT,),
+    ),
+    Mutant(
+        "a store waits for ever for a look at a LoRA's files",
+        "adapters/vllm/acceptance.py", "Acceptance._take_accepted", "and now < unsent.accepted_at + _LOOK_SECONDS", "",
+        (f"{LOOKED_AT}::test_files_that_do_not_answer_hold_up_no_request",),
+    ),
+    Mutant(
+        "the number of LoRAs is not bounded",
+        LORAS, "Loras._add", "len(self._loras) >= MOST_LORAS", "False", (LOOKED_AT,),
+    ),
+    Mutant(
+        "a LoRA that moved to another path goes on at the old one before vLLM 0.31",
+        LORAS, "Loras._known", "self._replace(known)", "return None",
+        ("issues/adapters/test_a_lora_at_a_new_path_had_the_old_ones_blocks.py",),
+    ),
+    # ---- sessions -----------------------------------------------------------------------------------
+    Mutant(
+        "a session that gains images stays in the shared namespace",
+        "adapters/vllm/requests.py", "RequestState.begin_turn", "self.variant = variant", "pass", (TURNS,),
+    ),
+    Mutant(
+        "a session keeps its first prompt's boundaries",
+        "adapters/vllm/requests.py", "RequestState.begin_turn", "self.boundaries = None", "pass", (TURNS,),
+    ),
+    Mutant(
+        "a session stores the tail of its first prompt only",
+        "adapters/vllm/requests.py", "RequestState.begin_turn", "self.has_prompt_tail = self.give_up = False",
+        "self.give_up = False", (TURNS,),
+    ),
+    Mutant(
+        "what a later turn of a session wishes is ignored",
+        "adapters/vllm/requests.py", "RequestState.begin_turn", "self.wishes = wishes", "pass", (TURNS,),
     ),
 )  # fmt: skip

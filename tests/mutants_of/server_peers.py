@@ -65,12 +65,12 @@ MUTANTS = (
     # ---- lifeline.py --------------------------------------------------------------------------------
     Mutant(
         "there is no limit of connections",
-        LIFELINE, "Lifelines.accept", "len(self._lifelines) >= MAX_CONNECTIONS or ", "",
+        LIFELINE, "Lifelines.accept", " or len(self._lifelines) >= MAX_CONNECTIONS", "",
         ("issues/test_no_test_covered_who_connects.py::test_one_connection_too_many_is_hung_up_on_and_the_others_live",),
     ),
     Mutant(
         "any user may connect",
-        LIFELINE, "Lifelines.accept", " or uid not in (os.getuid(), 0)", "",
+        LIFELINE, "Lifelines.accept", "uid not in (os.getuid(), 0)", "False",
         ("issues/test_no_test_covered_who_connects.py::test_another_user_who_reaches_the_fd_socket_is_hung_up_on_even_with_the_token",),
     ),
     Mutant(

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kvserver.adapters.vllm import variants as module
+from kvserver.adapters.vllm import loras as module
 from kvserver.adapters.vllm.identity import lora_fingerprint
 from kvserver.adapters.vllm.variants import Variants
 from model_folder import write_lora
