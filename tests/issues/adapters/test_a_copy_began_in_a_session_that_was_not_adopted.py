@@ -48,7 +48,7 @@ class Posts(DirectSendQueue):
         self.posted: list[tuple[int, int]] = []
         self.senders: list[int] = []
 
-    def post(self, message) -> bool:
+    def post(self, message, computed_in=None) -> bool:
         assert self.session is not None
         self.posted.append((message.registration, message.word))
         self.senders.append(self.session.registration)
