@@ -39,6 +39,7 @@ from kvserver.adapters.vllm.load_plans import LoadPlanner
 from kvserver.adapters.vllm.promises import Promises
 from kvserver.adapters.vllm.requests import Requests, RequestState
 from kvserver.adapters.vllm.settings import AdapterSettings
+from kvserver.adapters.vllm.shortage import Shortage
 from kvserver.adapters.vllm.sleeps import Sleeps
 from kvserver.adapters.vllm.sources import Sources
 from kvserver.adapters.vllm.store_plans import StorePlanner
@@ -61,7 +62,6 @@ _IDLE_WAIT_SECONDS = 0.001  # of a pass that schedules nothing, while requests w
 _REPORT_SECONDS = 1.0  # from a store's deadline until the workers have reported its end
 _NOT_ACCEPTED = (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR)  # ends from outside of a step
 _RESET = "epoch: private since reset_cache"
-_MOST_KEPT = 16  # stores alone keep a sixteenth of the pool's blocks at most, once the engine may need blocks
 
 P = ParamSpec("P")
 
@@ -91,6 +91,7 @@ class SchedulerHalf:
             embeddings_dtype=facts.dtype,
         )
         self._pool = PoolHook()
+        self._shortage = Shortage(facts.object_groups, facts.admitted_tokens)
         seconds = settings.store_timeout_ms / 1000 + _REPORT_SECONDS
         self._pins = PinnedStores(self._pool, facts.world_size, seconds)
         self._ids = ids = itertools.count(1)
@@ -141,8 +142,8 @@ class SchedulerHalf:
         state = self._requests.get(request.request_id)
         if state is None:  # it runs without cache
             self._sources.asked(request.request_id, local_tokens)
+            self._shortage.asked(request, local_tokens, 0)
             return 0, False
-        state.awaits_blocks = False
         state.asked_tokens, state.own_tokens = local_tokens, 0
         has_all = self._hits.has_all(state, local_tokens)
         if self._lookups.awaits_fill(state):
@@ -152,7 +153,8 @@ class SchedulerHalf:
         if self._sleeps.in_question and not self._gave_up_on_sleep():
             return None, False
         tokens = self._hits.tokens_to_load(state, local_tokens, has_all) if self._serves else 0
-        state.awaits_blocks = tokens is not None
+        if tokens is not None:
+            self._shortage.asked(request, local_tokens, tokens)
         if state.answer is not None:
             self._promises.answered(request.request_id, tokens or 0, state.answer.l2_chunks * self._chunks.tokens)
         if tokens is not None and self._chunks.states:
@@ -168,12 +170,13 @@ class SchedulerHalf:
 
     def allocated(self, request: Request, tables: Tables, external_tokens: int) -> None:
         """vLLM has allocated the request's blocks; with external tokens, some of them are to be loaded."""
+        self._shortage.placed(request, loads=external_tokens > 0)
         state = self._requests.get(request.request_id)
         if state is not None and external_tokens <= 0 and self._promises.is_open(request.request_id):
             state.not_loaded = "not_used"
         self._guarded("sources of a prompt", self._placed, request, external_tokens)
         if state is not None:
-            state.admitted, state.awaits_blocks = True, False
+            state.admitted = True
             # Its blocks are others now, and a load may still have to fill them.
             state.computed = 0
         if external_tokens <= 0:
@@ -213,15 +216,17 @@ class SchedulerHalf:
             self._guarded("a wait for fills", self._dispatcher.wait, _IDLE_WAIT_SECONDS)
         may_store = self._may_store()
         prompt_tokens = 0
+        running: list[tuple[Request, int]] = []
         for state, before, computed, anew in self._requests.scheduled(output):
             state.computed = computed
+            running.append((state.request, computed))
             self._look_for_siblings(state, before)
             self._acceptance.scheduled(state, before, computed, anew)
             prompt_tokens += max(0, min(computed, state.request.num_prompt_tokens) - before)
             if may_store and state.wishes.stores and not state.lost:
                 self._guarded("stores of a request", self._stores.plan, state, output, computed)
                 self._guarded("the next state", self._want_state, state, computed)
-        self._guarded("blocks that only stores keep", self._bound_pins)
+        self._guarded("blocks that only stores keep", self._yield_blocks, running)
         if not (idle and self._plan.loads):  # loads that alone are waited for go first; the next pass sends the records
             self._guarded("reports of blocks", self._notices.send_blocks)
         self._guarded("introduction", self._introduction.send)
@@ -278,12 +283,10 @@ class SchedulerHalf:
         if self._chunks.states and state.wishes.stores and self._dispatcher.usable() is not None:
             self._stores.want_state(state, computed)
 
-    def _bound_pins(self) -> None:
-        """Where requests may need blocks that only stores keep, have all of these stores cancelled but a sixteenth of the pool."""
-        most, requests = self._pool.size // _MOST_KEPT, self._requests.values()
-        scarce = requests and 2 * self._pool.free < self._pool.size
-        if len(self._pool.kept) > most and (scarce or any(state.awaits_blocks for state in requests)):
-            self._cancel_stores(self._pins.cancel_beyond(most))
+    def _yield_blocks(self, running: list[tuple[Request, int]]) -> None:
+        """Have the stores cancelled that alone keep blocks, if the engine needs these."""
+        if self._shortage.pass_ended(self._pool.free, self._pins.kept(), running):
+            self._cancel_stores(self._pins.cancel_all_that_keep())
 
     def _cancel_stores(self, store_ids: Iterable[int]) -> None:
         self._plan.abort_stores += self._acceptance.drop_stores(store_ids)
@@ -350,6 +353,7 @@ class SchedulerHalf:
     def request_finished(self, request: Request, tables: Tables) -> None:
         """Also of requests that ran without cache: the daemon counts every prompt."""
         state = self._requests.pop(request.request_id, None)
+        self._shortage.ended(request)
         if state is not None:
             self._abort_loads(state)
             self._guarded("stores of a request", self._plan_last_stores, state, tables)
