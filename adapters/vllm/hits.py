@@ -164,7 +164,7 @@ class Hits:
 
         A window's or a state's objects end with chunks, so of a hit of these nothing can be left out.
         """
-        most, size = min(found, request.num_tokens - 1), self._chunks.block_tokens
+        most, size = min(found, int(request.num_tokens) - 1), self._chunks.block_tokens
         if self._facts.drops_last_block and self._chunks.only_full:
             return max(0, most // size - 1) * size
         return most

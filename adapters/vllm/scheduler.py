@@ -34,6 +34,7 @@ from kvserver.adapters.vllm.blockpool import PoolHook
 from kvserver.adapters.vllm.chunks import Chunks, Tables
 from kvserver.adapters.vllm.events import TierEvents
 from kvserver.adapters.vllm.facts import EngineFacts
+from kvserver.adapters.vllm.forgotten import WaitingForLoads
 from kvserver.adapters.vllm.hits import Hits
 from kvserver.adapters.vllm.load_plans import LoadPlanner
 from kvserver.adapters.vllm.promises import Promises
@@ -91,6 +92,8 @@ class SchedulerHalf:
             embeddings_dtype=facts.dtype,
         )
         self._pool = PoolHook()
+        self._waiting = WaitingForLoads()
+        self._pool.forgettable, self._pool.was_reset = self._waiting.blocks, self._pool_was_reset
         self._shortage = Shortage(facts.object_groups, facts.admitted_tokens)
         seconds = settings.store_timeout_ms / 1000 + _REPORT_SECONDS
         self._pins = PinnedStores(self._pool, facts.world_size, seconds)
@@ -171,6 +174,7 @@ class SchedulerHalf:
     def allocated(self, request: Request, tables: Tables, external_tokens: int) -> None:
         """vLLM has allocated the request's blocks; with external tokens, some of them are to be loaded."""
         self._shortage.placed(request, loads=external_tokens > 0)
+        self._waiting.placed(request.request_id)
         state = self._requests.get(request.request_id)
         if state is not None and external_tokens <= 0 and self._promises.is_open(request.request_id):
             state.not_loaded = "not_used"
@@ -181,6 +185,7 @@ class SchedulerHalf:
             state.computed = 0
         if external_tokens <= 0:
             return
+        self._waiting.began(request, tables)
         if state is not None:
             state.own_tokens = external_tokens
         loads: list[LoadSpec] = []
@@ -329,10 +334,29 @@ class SchedulerHalf:
         """vLLM has declared them invalid: they were to be loaded, by any connector, and were not."""
         self._acceptance.invalid_blocks(block_ids, self._requests.values())
 
+    def loads_ended(self, request_ids: Iterable[str]) -> None:
+        """vLLM receives the ends of these requests' loads."""
+        self._waiting.loads_ended(request_ids)
+
+    def _pool_was_reset(self) -> None:
+        self._guarded("loads in a reset", self._begin_loading_requests_again)
+
+    def _begin_loading_requests_again(self) -> None:
+        """Their loads bring KV from before the reset. They end, and fail in the accounts only."""
+        for request_id in self._waiting.reset():
+            self._sources.load_failed(request_id)
+            self._promises.failed(request_id)
+            if (state := self._requests.get(request_id)) is not None:
+                self._abort_loads(state)
+                state.loads = []  # their keys are none that cannot be loaded
+                state.store_again()
+
     def _quarantined(self, load_id: int, block_ids: list[int]) -> None:
         if self._quarantine.add(load_id, block_ids):
             self.counters["quarantined_blocks"] += len(block_ids)
-            log.warning("a load did not end in time; %d blocks stay out of use until the load ends", len(block_ids))
+            log.warning(
+                "a load that was given up has not ended; %d blocks stay out of use until it has", len(block_ids)
+            )
 
     def _load_failed(self, request_id: str) -> None:
         self.counters["failed_loads"] += 1
@@ -354,6 +378,7 @@ class SchedulerHalf:
         """Also of requests that ran without cache: the daemon counts every prompt."""
         state = self._requests.pop(request.request_id, None)
         self._shortage.ended(request)
+        self._waiting.request_ended(request.request_id, tables)
         if state is not None:
             self._abort_loads(state)
             self._guarded("stores of a request", self._plan_last_stores, state, tables)
@@ -427,8 +452,10 @@ class SchedulerHalf:
             state.boundaries = None
         self._serves = serves
 
-    def bind_pool(self, pool: BlockPool) -> None:
+    def bind_pool(self, pool: BlockPool, begin_again: Callable[[set[str]], object] | None) -> None:
+        """`begin_again` has vLLM begin these requests again once their loads have ended."""
         self._pool.install(pool)
+        self._waiting.begin_again = begin_again
         self._serves = True
 
     @property

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from kvserver.adapters.vllm.requests import ALL_TOKENS
 from vllm.v1.request import RequestStatus
 
 from kvserver.protocol import ObjectGroup
@@ -39,7 +40,8 @@ class Shortage:
 
     def asked(self, request: Request, local_tokens: int, external_tokens: int) -> None:
         """vLLM knows what is found of the request, and is to place it."""
-        admitted = min(self._admitted_tokens, external_tokens or request.num_tokens)
+        partly = self._admitted_tokens < ALL_TOKENS  # then a load needs blocks for itself only
+        admitted = external_tokens if partly and external_tokens else self._admitted_tokens
         self._front = request, local_tokens, min(request.num_tokens, local_tokens + admitted)
 
     def placed(self, request: Request, loads: bool) -> None:
@@ -64,18 +66,19 @@ class Shortage:
         if kept <= 0:
             self._passes = 0
             return False
-        front = front or next(self._loaded(), None)
-        waits = front is not None and self._blocks(*front[1:]) <= free + kept
+        waiting = [front[1:]] if front is not None else list(self._loaded())
+        waits = any(self._blocks(have, tokens) <= free + kept for have, tokens in waiting)
         self._passes = self._passes + 1 if waits else 0
         more = self._groups[0].block_tokens
         soon = sum(self._blocks(tokens, max(tokens, request.num_tokens) + more) for request, tokens in running)
         return self._passes >= PATIENCE or soon > free
 
-    def _loaded(self) -> Iterator[tuple[Request, int, int]]:
-        """Requests whose load has ended and that vLLM did not place."""
+    def _loaded(self) -> Iterator[tuple[int, int]]:
+        """Tokens of requests whose load has ended and that vLLM did not place: that each has, and is to have."""
         for request in self._loading.values():
             if request.status in _WAITS:
-                yield request, request.num_computed_tokens, request.num_tokens
+                have = request.num_computed_tokens
+                yield have, min(request.num_tokens, have + self._admitted_tokens)
 
     # ---- blocks -----------------------------------------------------------------------------------
 

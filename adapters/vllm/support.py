@@ -135,7 +135,7 @@ def hash_block_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
 
 
 def drops_last_block(speculation: Any) -> bool:
-    """Whether vLLM leaves the last block out of its own hits, as with EAGLE and MTP. Before 0.30 all such methods do, and none can be told not to."""
+    """Whether vLLM leaves the last block out of its own hits, as with EAGLE and MTP. Before 0.30 all such methods do so, and no option changes that."""
     if speculation is None:
         return False
     drops = getattr(speculation, "use_eagle_block_drop", speculation.use_eagle)

@@ -103,6 +103,21 @@ def test_a_request_of_a_hybrid_that_needs_the_whole_pool_is_served(make_daemon, 
     daemon.thaw()
 
 
+def test_a_request_that_was_loaded_is_served_beside_stores_that_keep_blocks(make_daemon, make_engine):
+    """vLLM asks no second time about it. Another request takes the blocks that it needs for its rest, and leaves them to a slow store."""
+    daemon = make_daemon(copy_delay_us=20_000)
+    loaded = prompt(4, CHUNK)
+    make_engine(daemon).generate("cold", loaded)
+    daemon.wait_for_accounting(tickets=0)
+    engine = make_engine(daemon, num_blocks=100, extra={"kvserver.store_timeout_ms": 60_000})
+    warm = engine.begin_load("warm", loaded + prompt(5, 40 * BLOCK))
+    other = engine.add("other", prompt(6, 80 * BLOCK), count=1)
+    engine.run(until=lambda: other.finish_reason is not None and warm.finish_reason is not None)
+    assert warm.right
+    assert warm.external == CHUNK
+    assert engine.worker.worker.counters["cancelled_stores"] > 0
+
+
 def test_stores_go_on_while_a_request_waits_that_needs_more_than_they_keep(make_daemon, make_engine):
     """Their cancel would not help: another request has the blocks."""
     daemon = make_daemon()
