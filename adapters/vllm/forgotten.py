@@ -1,9 +1,9 @@
 """Loads under way while vLLM resets its prefix cache.
 
-vLLM resets its block pool only while no request has a block. Before such a reset it takes the blocks from requests that run, and not from those
-that wait for a load: `pause_generation(mode="keep", clear_cache=True)` raised beside a load of any connector. What a load brings is KV from
-before the reset, and nothing was computed upon it. So the pool may count the blocks as free, if vLLM begins the request again once its load
-has ended. That is what vLLM does after a failed load.
+vLLM resets its block pool only while no request has a block. With `reset_running_requests`, as for a pause, it takes the blocks from requests
+that run before, and not from those that wait for a load: `pause_generation(mode="keep", clear_cache=True)` raised beside a load of any
+connector. What a load brings is KV from before the reset, and nothing was computed upon it. So the pool may count the blocks as free, if vLLM
+begins the request again once its load has ended. That is what vLLM does after a failed load.
 
 Owns: the requests that wait for a load, and their blocks. Refuses to know: pins, copies and how a load is cancelled.
 """
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvserver.adapters.common.steps import NULL_BLOCK
 from kvserver.adapters.vllm.chunks import Tables
+from kvserver.adapters.vllm.nesting import resets_running_requests
 from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
@@ -60,7 +61,9 @@ class WaitingForLoads:
                     del self._waiting[request_id]
 
     def blocks(self) -> list[list[int]]:
-        """By request, blocks whose content nothing was computed upon, and which vLLM will not use after a reset."""
+        """By request, blocks whose content nothing was computed upon. Empty where a reset is to disturb no request."""
+        if not resets_running_requests():
+            return []
         return [each.blocks for each in self._waiting.values() if self._may_forget(each)]
 
     def reset(self) -> list[str]:

@@ -263,6 +263,10 @@ MUTANTS = (
         FORGOTTEN, "WaitingForLoads.blocks", "if self._may_forget(each)", "if False", (PAUSED,),
     ),
     Mutant(
+        "a reset that is to disturb no request cancels a load",
+        FORGOTTEN, "WaitingForLoads.blocks", "not resets_running_requests()", "False", (PAUSED,),
+    ),
+    Mutant(
         "blocks of requests that load are free after a reset",
         BLOCKPOOL, "PoolHook._unpinned", 'self._mutely("touch", blocks)', "pass", (PAUSED,),
     ),

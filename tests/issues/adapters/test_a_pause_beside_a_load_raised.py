@@ -201,11 +201,24 @@ def test_a_reset_that_keeps_the_weights_loads_the_request_again(make_daemon, mak
     engine = make_forgetful_engine(daemon)
     with daemon.paused_copies():
         warm = engine.begin_load("warm", TOKENS)
-        assert engine.scheduler.reset_prefix_cache()
+        assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
     engine.run()
     assert warm.right
     assert make_forgetful_engine(daemon).generate("other", TOKENS).external == 4 * CHUNK
     assert engine.generate("again", [*TOKENS[: 4 * CHUNK], 5]).right
+
+
+def test_a_reset_that_is_to_disturb_no_request_fails_beside_a_load(make_daemon, make_forgetful_engine):
+    daemon = make_daemon(pauses=True)
+    store(daemon, make_forgetful_engine)
+    engine = make_forgetful_engine(daemon)
+    with daemon.paused_copies():
+        warm = engine.begin_load("warm", TOKENS)
+        before = engine.free_blocks
+        assert not engine.scheduler.reset_prefix_cache()
+        assert engine.free_blocks == before
+    engine.run()
+    assert (warm.right, warm.external) == (True, 4 * CHUNK)
 
 
 def test_a_reset_still_fails_beside_a_request_that_runs(make_daemon, make_engine):
