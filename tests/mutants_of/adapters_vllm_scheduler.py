@@ -241,7 +241,7 @@ MUTANTS = (
     ),
     Mutant(
         "a request is thought to need its whole prompt where vLLM admits a part",
-        SHORTAGE, "Shortage.asked", "else self._admitted_tokens", "else request.num_tokens", (f"{LAST_BLOCKS}::test_a_request_whose_prompt_fits_step_by_step_is_served",),
+        SHORTAGE, "Shortage.asked", "else self._admitted_tokens", "else request.num_tokens", (f"{LAST_BLOCKS}::test_stores_are_cancelled_for_one_step_of_a_prompt_where_vllm_admits_that",),
     ),
     Mutant(
         "a request that was loaded waits for blocks that stores keep",

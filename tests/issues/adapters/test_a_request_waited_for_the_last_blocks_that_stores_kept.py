@@ -3,6 +3,8 @@ request that needed nearly the whole pool waited out the store timeout, and a ru
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hybrids import HYBRIDS
 from made_up_model import BLOCK, prompt
@@ -66,8 +68,18 @@ def test_a_running_request_is_not_preempted_for_blocks_that_stores_keep(make_dae
     daemon.thaw()
 
 
-def test_a_request_whose_prompt_fits_step_by_step_is_served(make_daemon, make_engine):
-    """vLLM admits it with the blocks of one step, where it does not reserve those of the whole prompt."""
+def wait_for_blocks(engine: Engine, tokens: list[int]) -> Answer:
+    """Submit a prompt that no lookup is answered for any more."""
+    answer = engine.add("waits", tokens, count=2)
+    engine.step()
+    time.sleep(0.15)  # the lookup's timeout
+    for _ in range(30):
+        engine.step()
+    return answer
+
+
+def test_stores_are_cancelled_for_one_step_of_a_prompt_where_vllm_admits_that(make_daemon, make_engine):
+    """It reserves no blocks for the whole prompt. The first step needs 32, of 30 free ones."""
 
     def adjust(config, caches):
         config.scheduler_config.scheduler_reserve_full_isl = False
@@ -75,8 +87,11 @@ def test_a_request_whose_prompt_fits_step_by_step_is_served(make_daemon, make_en
     daemon = make_daemon()
     engine = make_engine(daemon, num_blocks=100, max_tokens_per_step=512, adjust=adjust, extra=NEVER)
     begin_late_store(engine, daemon)
-    assert served(engine, engine.add("whole", prompt(2, 98 * BLOCK), count=4))
-    assert engine.preemptions == 0
+    runs = engine.add("runs", prompt(2, 64 * BLOCK), count=20 * BLOCK)
+    engine.run(until=lambda: len(runs.tokens) > 2)
+    wait_for_blocks(engine, prompt(3, 80 * BLOCK))
+    assert engine.worker.worker.counters["cancelled_stores"] == 1
+    assert runs.finish_reason is None
     daemon.thaw()
 
 
@@ -123,15 +138,14 @@ def test_stores_go_on_while_a_request_waits_that_needs_more_than_they_keep(make_
     daemon = make_daemon()
     engine = make_engine(daemon, num_blocks=100, extra=NEVER)
     begin_late_store(engine, daemon)
-    engine.add("runs", prompt(2, 40 * BLOCK), count=10 * BLOCK)
-    engine.run(until=lambda: len(engine.answers["runs"].tokens) > 2)
-    engine.add("waits", prompt(3, 90 * BLOCK), count=2)
-    for _ in range(30):
-        engine.step()
+    runs = engine.add("runs", prompt(2, 40 * BLOCK), count=10 * BLOCK)
+    engine.run(until=lambda: len(runs.tokens) > 2)
+    waits = wait_for_blocks(engine, prompt(3, 90 * BLOCK))
     assert engine.status_of("waits") == "WAITING"
     assert engine.worker.worker.counters["cancelled_stores"] == 0
+    assert runs.finish_reason is None
     daemon.thaw()
-    engine.run(until=lambda: engine.answers["waits"].finish_reason is not None)
+    engine.run(until=lambda: waits.finish_reason is not None)
 
 
 def test_a_store_of_a_healthy_daemon_ends_before_it_is_cancelled(make_daemon, make_engine, asynchronous):
