@@ -43,9 +43,9 @@ MUTANTS = (
         ("adapters/test_failures.py::test_a_load_that_was_given_up_is_never_begun",),
     ),
     Mutant(
-        "an aborted load holds its request until the load's timeout",
+        "an aborted load keeps its request until the load's timeout",
         ENDINGS, "load_action", " or seconds_given_up > _ABORT_GRACE_SECONDS", "",
-        ("issues/adapters/test_an_aborted_load_held_the_id_of_its_request.py",),
+        ("issues/adapters/test_an_aborted_load_kept_the_id_of_its_request.py",),
     ),
     # ---- failed_loads.py ----------------------------------------------------------------------------
     Mutant(
