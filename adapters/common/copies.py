@@ -6,6 +6,7 @@ what is reported of its end.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from kvserver.adapters.common.link import Session
@@ -25,6 +26,7 @@ class Copy:
     deadline: float
     quarantined: bool = False
     timed_out: bool = False
+    given_up: float = math.inf  # when the engine stated that it does not want the copy any more
 
     def state(self) -> State:
         assert self.session.words is not None

@@ -16,6 +16,9 @@ import enum
 from kvserver._native import State
 
 _CANCEL_GRACE_SECONDS = 0.25  # how long a cancelled load may take to be acknowledged before quarantine
+_ABORT_GRACE_SECONDS = (
+    0.02  # the same, where no request waits for the load: a copier acknowledges after the block that it copies
+)
 
 
 class Action(enum.Enum):
@@ -42,16 +45,20 @@ def load_action(
     session_ended: bool,
     seconds_late: float,
     timed_out: bool,
+    seconds_given_up: float,
     quarantined: bool,
     may_quarantine: bool,
 ) -> Action:
-    """`may_quarantine`: the engine can keep the blocks of a failed load out of use."""
+    """`may_quarantine`: the engine can keep the blocks of a failed load out of use. `seconds_given_up`: so long it has not wanted the load
+    any more. It keeps the request, with its id, until the load has ended.
+    """
     if session_ended or state in (State.DONE, State.CANCELLED, State.FAILED):  # the server no longer writes
         if quarantined:
             return Action.RELEASE
         return Action.FINISH if state == State.DONE else Action.FAIL
     if seconds_late > 0 and not timed_out:
         return Action.TIME_OUT
-    if seconds_late > _CANCEL_GRACE_SECONDS and may_quarantine and not quarantined:
+    too_late = seconds_late > _CANCEL_GRACE_SECONDS or seconds_given_up > _ABORT_GRACE_SECONDS
+    if too_late and may_quarantine and not quarantined:
         return Action.QUARANTINE
     return Action.WAIT

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
 
@@ -84,18 +85,17 @@ class PinnedStores:
         if store.ranks_left == 0:
             self._forget(store_id)
 
-    def cancel_beyond(self, most: int) -> list[int]:
-        """Stores for the workers to cancel, so that stores alone keep `most` blocks at most; the newest stay. Each once."""
-        kept: set[int] = set()
-        cancelled = []
-        for store_id, store in reversed(self._stores.items()):
-            blocks = set() if store.cancelled else self._pool.kept.intersection(store.block_ids) - kept
-            if len(kept) + len(blocks) <= most:
-                kept |= blocks
-            else:
-                store.cancelled = True
-                cancelled.append(store_id)
-        return cancelled
+    def kept(self) -> int:
+        """How many blocks only stores keep."""
+        kept = self._pool.kept
+        return len(kept.intersection(chain.from_iterable(s.block_ids for s in self._stores.values()))) if kept else 0
+
+    def cancel_all_that_keep(self) -> list[int]:
+        """Stores for the workers to cancel, so that stores alone keep no block. Each once."""
+        found = [i for i, s in self._stores.items() if not s.cancelled and not self._pool.kept.isdisjoint(s.block_ids)]
+        for store_id in found:
+            self._stores[store_id].cancelled = True
+        return found
 
     @property
     def awaited(self) -> bool:

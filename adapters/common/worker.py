@@ -101,6 +101,7 @@ class WorkerHalf:
         for copy_id in (*plan.abort_loads, *plan.abort_stores):
             if (aborted := self._copies.get(copy_id)) is not None:
                 with self._faults.guarded(f"aborting a {aborted.spec.kind}"):
+                    aborted.given_up = min(aborted.given_up, time.monotonic())
                     self.counters[f"cancelled_{aborted.spec.kind}s"] += aborted.cancel()
         for load in plan.loads:
             if load.keys:
@@ -217,6 +218,7 @@ class WorkerHalf:
                 session_ended=ended,
                 seconds_late=late,
                 timed_out=copy.timed_out,
+                seconds_given_up=now - copy.given_up,
                 quarantined=copy.quarantined,
                 may_quarantine=self._fails_requests,
             )

@@ -59,6 +59,8 @@ class PoolHook:
         self.clears_awaited = 0  # `clears` when no block holds anything from before the last of these
         self.lost = False  # records were dropped: the daemon needs a full state
         self.kept: set[int] = set()  # blocks that only pins keep: every owner has freed them
+        self.forgettable: Callable[[], list[list[int]]] = list  # blocks of requests that begin again after a reset
+        self.was_reset: Callable[[], None] = lambda: None
         self.suspects: set[int] = set()  # blocks that may hold KV that was taken back (acceptance.py)
         self._clock = clock
         self._records = array("I")
@@ -117,21 +119,29 @@ class PoolHook:
             self.resets += 1
             self.clears_awaited = self.clears + 1
             with self._unpinned():
-                return reset(*args, **kwargs)
+                done = reset(*args, **kwargs)
+            if done:
+                self.was_reset()
+            return done
 
         return reset_prefix_cache
 
     @contextlib.contextmanager
     def _unpinned(self) -> Iterator[None]:
-        """A pool resets only while none of its blocks is in use. No lookup finds pinned blocks, so they count as free
-        during the check. The pool allocates none meanwhile: all this is one call on one thread.
+        """A pool resets only while none of its blocks is in use. No lookup finds pinned blocks, nor blocks of requests that begin again, so
+        both count as free during the check. The pool allocates none meanwhile: all this is one call on one thread.
         """
         pinned = [b.block_id for b in self._blocks for _ in range(b.ref_cnt // _PIN)]
+        owned = [[self._blocks[block_id] for block_id in block_ids] for block_ids in self.forgettable()]
         if pinned:
             self.unpin(pinned)
+        for blocks in owned:
+            self._mutely("free_blocks", blocks)
         try:
             yield
         finally:
+            for blocks in owned:
+                self._mutely("touch", blocks)
             if pinned:
                 self.pin(pinned)
 
@@ -199,28 +209,27 @@ class PoolHook:
 
     def pin(self, block_ids: list[int]) -> None:
         """Add references, so that the pool does not allocate the blocks."""
-        assert self._pool is not None
         blocks = [self._blocks[block_id] for block_id in block_ids]
         self.kept.update([b.block_id for b in blocks if not b.ref_cnt])
-        self._muted = True
-        try:
-            self._pool.touch(blocks)
-        finally:
-            self._muted = False
+        self._mutely("touch", blocks)
         for block in blocks:
             block.ref_cnt += _PIN - 1
 
     def unpin(self, block_ids: list[int]) -> None:
-        assert self._pool is not None
         blocks = [self._blocks[block_id] for block_id in block_ids]
         for block in blocks:
             block.ref_cnt -= _PIN - 1
+        self._mutely("free_blocks", blocks)
+        self.kept.difference_update([b.block_id for b in blocks if not b.ref_cnt])
+
+    def _mutely(self, method: str, blocks: list[KVCacheBlock]) -> None:
+        """Have the pool change the blocks' references, which is no event of the engine's."""
+        assert self._pool is not None
         self._muted = True
         try:
-            self._pool.free_blocks(blocks)
+            getattr(self._pool, method)(blocks)
         finally:
             self._muted = False
-        self.kept.difference_update([b.block_id for b in blocks if not b.ref_cnt])
 
     # ---- vLLM's collector interface -----------------------------------------------------------
 

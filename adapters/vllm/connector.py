@@ -29,7 +29,13 @@ from kvserver.adapters.common.steps import StepPlan, StepReport
 from kvserver.adapters.common.worker import Rank, WorkerHalf
 from kvserver.adapters.versions import tested_with
 from kvserver.adapters.vllm.facts import engine_facts
-from kvserver.adapters.vllm.nesting import a_sibling_allocates, fails_requests, has_inexact_siblings, outer_transfer
+from kvserver.adapters.vllm.nesting import (
+    a_sibling_allocates,
+    begins_again,
+    fails_requests,
+    has_inexact_siblings,
+    outer_transfer,
+)
 from kvserver.adapters.vllm.prom import KVServerPromMetrics
 from kvserver.adapters.vllm.registration import RankRegistration
 from kvserver.adapters.vllm.scheduler import SchedulerHalf
@@ -336,7 +342,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             )
             scheduler.shut()
         else:
-            scheduler.bind_pool(pool)
+            scheduler.bind_pool(pool, begins_again())
 
     def _has_pool(self, scheduler: SchedulerHalf) -> bool:
         """True if the pool is bound, which vLLM does while it constructs its scheduler. Without it the cache is off from the first call on."""
@@ -388,6 +394,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, StepReport):
             scheduler.worker_report(report)
+        scheduler.loads_ended(connector_output.finished_recving or ())
         if connector_output.invalid_block_ids:
             scheduler.invalid_blocks(set(connector_output.invalid_block_ids))
 

@@ -13,7 +13,8 @@ from kvserver.adapters.common.notices import EngineNames
 from kvserver.adapters.common.settings import PREFIX
 from kvserver.adapters.vllm.groups import object_groups
 from kvserver.adapters.vllm.names import names_of
-from kvserver.adapters.vllm.support import hash_block_tokens, whole_prompts_only
+from kvserver.adapters.vllm.requests import ALL_TOKENS
+from kvserver.adapters.vllm.support import drops_last_block, hash_block_tokens, whole_prompts_only
 from vllm.distributed import kv_events
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core import kv_cache_utils
@@ -31,7 +32,9 @@ class EngineFacts:
     block_tokens: tuple[int, ...]  # of each KV cache group
     inexact_siblings: bool  # another connector may load KV that no engine has computed so
     publishes: bool  # KV events of its own
+    admitted_tokens: int  # vLLM places a request that has blocks for so many more tokens; or for all of them
     holds_back_tail: bool  # a draft model rewrites its KV of the last position
+    drops_last_block: bool  # of its own hits, since the draft model's KV of the last token depends on the next one
     whole_prompts_only: bool  # the engine cannot prefill after a hit, only decode
     weights_are_transferred: bool
     hash_algorithm: str
@@ -76,7 +79,9 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any, inexact_siblings: bool 
         block_tokens=tuple(int(spec.block_size) for spec in specs),
         inexact_siblings=inexact_siblings,
         publishes=publishes,
+        admitted_tokens=_admitted_tokens(vllm_config.scheduler_config),
         holds_back_tail="eagle" in method or "mtp" in method,
+        drops_last_block=drops_last_block(vllm_config.speculative_config),
         whole_prompts_only=whole_prompts_only(vllm_config),
         weights_are_transferred=vllm_config.weight_transfer_config is not None,
         hash_algorithm=str(vllm_config.cache_config.prefix_caching_hash_algo),
@@ -84,6 +89,12 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any, inexact_siblings: bool 
         weights_version=lambda: str(extra.get(PREFIX + "weights_version", "")),
         describe=describe,
     )
+
+
+def _admitted_tokens(scheduler: Any) -> int:
+    if getattr(scheduler, "scheduler_reserve_full_isl", False):
+        return ALL_TOKENS
+    return int(scheduler.max_num_batched_tokens)
 
 
 def hash_form() -> HashForm:

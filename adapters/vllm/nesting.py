@@ -4,13 +4,13 @@ Owns: the way to the connector's own settings and to the outer configuration. Re
 
 MultiConnector gives each of its connectors a copy of the configuration with a kv_transfer_config of its own, and nothing
 leads back from the copy, while vLLM reads the outer one. But vLLM's constructors call the connector's, so the outer one
-is found among the callers' variables, when the engine is set up and at no other time.
+is found among the callers' variables, when the engine is set up; and at a reset, how far it goes. At no other time.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from kvserver.adapters.common.settings import read_settings
@@ -81,6 +81,22 @@ def fails_requests() -> bool:
     False where that cannot be seen.
     """
     return any(getattr(names.get("self"), "recompute_kv_load_failures", True) is False for names in _callers())
+
+
+def begins_again() -> Callable[[set[str]], Any] | None:
+    """What has vLLM's scheduler begin requests again once their loads have ended: its own way after loads that failed (0.30 and later).
+
+    REQUIRES: called by vLLM's scheduler, or for it.
+    """
+    if fails_requests():
+        return None
+    found = (getattr(names.get("self"), "_handle_failed_recving", None) for names in _callers())
+    return next((each for each in found if each is not None), None)
+
+
+def resets_running_requests() -> bool:
+    """Whether vLLM resets its prefix cache at the cost of requests that have blocks. REQUIRES: called by the reset."""
+    return any(names.get("reset_running_requests") is True for names in _callers())
 
 
 def _callers() -> Iterator[Mapping[str, Any]]:

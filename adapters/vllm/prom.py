@@ -44,7 +44,7 @@ _PLACES = """
     answer, a wait for fills, answers, beginning of a load, beginning of a store, bind_gpu_block_pool, bind_scheduler_context, blocks that only stores keep, get_mem_pool_context,
     build_connector_meta, build_connector_worker_meta, cancelling a copy, ending the connection, failing a load,
     get_block_ids_with_load_errors, get_external_cache_hit_sources, get_kv_connector_stats, get_num_new_matched_tokens,
-    has_pending_push_work, introduction, looking at a load, looking at a store, on_new_request, planning of a load, poll, prefill speed,
+    has_pending_push_work, introduction, loads in a reset, looking at a load, looking at a store, on_new_request, planning of a load, poll, prefill speed,
     quarantine, question for events, receiving answers, register_kv_caches, reports of blocks,
     request_finished_all_groups,
     reset_cache, resets, restore_kv_caches, shutdown, sources of a prompt, stores of a request, tables

@@ -34,7 +34,6 @@ class RequestState(Question):
     local_tokens: int = 0  # what vLLM had itself when the hit was reported to it
     loads: list[LoadSpec] = field(default_factory=list)  # the copies of its load, one for each object group
     admitted: bool = False  # vLLM has placed it
-    awaits_blocks: bool = False  # vLLM knows its hit and has not placed it yet
     give_up: bool = False  # a load failed: compute the rest
     stored_chunks: int = 0  # chunks before this one were stored or found
     stored_blocks: int = 0  # single blocks before this one were

@@ -35,11 +35,13 @@ from kvserver.adapters.vllm.blockpool import PoolHook
 from kvserver.adapters.vllm.chunks import Chunks, Tables
 from kvserver.adapters.vllm.events import TierEvents
 from kvserver.adapters.vllm.facts import EngineFacts
+from kvserver.adapters.vllm.forgotten import WaitingForLoads
 from kvserver.adapters.vllm.hits import Hits
 from kvserver.adapters.vllm.load_plans import LoadPlanner
 from kvserver.adapters.vllm.promises import Promises
 from kvserver.adapters.vllm.requests import Requests, RequestState, turn_of
 from kvserver.adapters.vllm.settings import AdapterSettings
+from kvserver.adapters.vllm.shortage import Shortage
 from kvserver.adapters.vllm.sleeps import Sleeps
 from kvserver.adapters.vllm.sources import Sources
 from kvserver.adapters.vllm.store_plans import StorePlanner
@@ -62,7 +64,6 @@ _IDLE_WAIT_SECONDS = 0.001  # of a pass that schedules nothing, while requests w
 _REPORT_SECONDS = 1.0  # from a store's deadline until the workers have reported its end
 _NOT_ACCEPTED = (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR)  # ends from outside of a step
 _RESET = "epoch: private since reset_cache"
-_MOST_KEPT = 16  # stores alone keep a sixteenth of the pool's blocks at most, once the engine may need blocks
 
 P = ParamSpec("P")
 
@@ -92,6 +93,9 @@ class SchedulerHalf:
             embeddings_dtype=facts.dtype,
         )
         self._pool = PoolHook()
+        self._waiting = WaitingForLoads()
+        self._pool.forgettable, self._pool.was_reset = self._waiting.blocks, self._pool_was_reset
+        self._shortage = Shortage(facts.object_groups, facts.admitted_tokens)
         seconds = settings.store_timeout_ms / 1000 + _REPORT_SECONDS
         self._pins = PinnedStores(self._pool, facts.world_size, seconds)
         self._ids = ids = itertools.count(1)
@@ -153,9 +157,9 @@ class SchedulerHalf:
         state = self._requests.get(request.request_id)
         if state is None:  # it runs without cache
             self._sources.asked(request.request_id, local_tokens)
+            self._shortage.asked(request, local_tokens, 0)
             return 0, False
         self._guarded("a session's new turn", self._follow_session, state)
-        state.awaits_blocks = False
         state.asked_tokens, state.own_tokens = local_tokens, 0
         has_all = self._hits.has_all(state, local_tokens)
         if self._lookups.awaits_fill(state):
@@ -165,7 +169,8 @@ class SchedulerHalf:
         if self._sleeps.in_question and not self._gave_up_on_sleep():
             return None, False
         tokens = self._hits.tokens_to_load(state, local_tokens, has_all) if self._serves else 0
-        state.awaits_blocks = tokens is not None
+        if tokens is not None:
+            self._shortage.asked(request, local_tokens, tokens)
         if state.answer is not None:
             self._promises.answered(request.request_id, tokens or 0, state.answer.l2_chunks * self._chunks.tokens)
         if tokens is not None and self._chunks.states:
@@ -188,6 +193,8 @@ class SchedulerHalf:
 
     def allocated(self, request: Request, tables: Tables, external_tokens: int) -> None:
         """vLLM has allocated the request's blocks; with external tokens, some of them are to be loaded."""
+        self._shortage.placed(request, loads=external_tokens > 0)
+        self._waiting.placed(request.request_id)
         state = self._requests.get(request.request_id)
         if state is not None:
             self._guarded("a session's new turn", self._follow_session, state)
@@ -195,11 +202,12 @@ class SchedulerHalf:
             state.not_loaded = "not_used"
         self._guarded("sources of a prompt", self._placed, request, external_tokens)
         if state is not None:
-            state.admitted, state.awaits_blocks = True, False
+            state.admitted = True
             # Its blocks are others now, and a load may still have to fill them.
             state.computed = 0
         if external_tokens <= 0:
             return
+        self._waiting.began(request, tables)
         if state is not None:
             state.own_tokens = external_tokens
         loads: list[LoadSpec] = []
@@ -235,15 +243,17 @@ class SchedulerHalf:
             self._guarded("a wait for fills", self._dispatcher.wait, _IDLE_WAIT_SECONDS)
         may_store = self._may_store()
         prompt_tokens = 0
+        running: list[tuple[Request, int]] = []
         for state, before, computed, anew in self._requests.scheduled(output):
             state.computed = computed
+            running.append((state.request, computed))
             self._look_for_siblings(state, before)
             self._acceptance.scheduled(state, before, computed, anew)
             prompt_tokens += max(0, min(computed, state.request.num_prompt_tokens) - before)
             if may_store and state.wishes.stores and not state.lost:
                 self._guarded("stores of a request", self._stores.plan, state, output, computed)
                 self._guarded("the next state", self._want_state, state, computed)
-        self._guarded("blocks that only stores keep", self._bound_pins)
+        self._guarded("blocks that only stores keep", self._yield_blocks, running)
         if not (idle and self._plan.loads):  # loads that alone are waited for go first; the next pass sends the records
             self._guarded("reports of blocks", self._notices.send_blocks)
         self._guarded("introduction", self._introduction.send)
@@ -301,12 +311,10 @@ class SchedulerHalf:
         if self._chunks.states and state.wishes.stores and self._dispatcher.usable() is not None:
             self._stores.want_state(state, computed)
 
-    def _bound_pins(self) -> None:
-        """Where requests may need blocks that only stores keep, have all of these stores cancelled but a sixteenth of the pool."""
-        most, requests = self._pool.size // _MOST_KEPT, self._requests.values()
-        scarce = requests and 2 * self._pool.free < self._pool.size
-        if len(self._pool.kept) > most and (scarce or any(state.awaits_blocks for state in requests)):
-            self._cancel_stores(self._pins.cancel_beyond(most))
+    def _yield_blocks(self, running: list[tuple[Request, int]]) -> None:
+        """Have the stores cancelled that alone keep blocks, if the engine needs these."""
+        if self._shortage.pass_ended(self._pool.free, self._pins.kept(), running):
+            self._cancel_stores(self._pins.cancel_all_that_keep())
 
     def _cancel_stores(self, store_ids: Iterable[int]) -> None:
         self._plan.abort_stores += self._acceptance.drop_stores(store_ids)
@@ -349,10 +357,29 @@ class SchedulerHalf:
         """vLLM has declared them invalid: they were to be loaded, by any connector, and were not."""
         self._acceptance.invalid_blocks(block_ids, self._requests.values())
 
+    def loads_ended(self, request_ids: Iterable[str]) -> None:
+        """vLLM receives the ends of these requests' loads."""
+        self._waiting.loads_ended(request_ids)
+
+    def _pool_was_reset(self) -> None:
+        self._guarded("loads in a reset", self._begin_loading_requests_again)
+
+    def _begin_loading_requests_again(self) -> None:
+        """Their loads bring KV from before the reset. They end, and fail in the accounts only."""
+        for request_id in self._waiting.reset():
+            self._sources.load_failed(request_id)
+            self._promises.failed(request_id)
+            if (state := self._requests.get(request_id)) is not None:
+                self._abort_loads(state)
+                state.loads = []  # their keys are none that cannot be loaded
+                state.store_again()
+
     def _quarantined(self, load_id: int, block_ids: list[int]) -> None:
         if self._quarantine.add(load_id, block_ids):
             self.counters["quarantined_blocks"] += len(block_ids)
-            log.warning("a load did not end in time; %d blocks stay out of use until the load ends", len(block_ids))
+            log.warning(
+                "a load that was given up has not ended; %d blocks stay out of use until it has", len(block_ids)
+            )
 
     def _load_failed(self, request_id: str) -> None:
         self.counters["failed_loads"] += 1
@@ -373,6 +400,8 @@ class SchedulerHalf:
     def request_finished(self, request: Request, tables: Tables) -> None:
         """Also of requests that ran without cache: the daemon counts every prompt."""
         state = self._requests.pop(request.request_id, None)
+        self._shortage.ended(request)
+        self._waiting.request_ended(request.request_id, tables)
         if state is not None:
             self._abort_loads(state)
             self._guarded("stores of a request", self._plan_last_stores, state, tables)
@@ -446,8 +475,10 @@ class SchedulerHalf:
             state.boundaries = None
         self._serves = serves
 
-    def bind_pool(self, pool: BlockPool) -> None:
+    def bind_pool(self, pool: BlockPool, begin_again: Callable[[set[str]], object] | None) -> None:
+        """`begin_again` has vLLM begin these requests again once their loads have ended."""
         self._pool.install(pool)
+        self._waiting.begin_again = begin_again
         self._serves = True
 
     @property

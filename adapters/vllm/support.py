@@ -134,6 +134,14 @@ def hash_block_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
     return said or int(kv_cache_utils.resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
 
 
+def drops_last_block(speculation: Any) -> bool:
+    """Whether vLLM leaves the last block out of its own hits, as with EAGLE and MTP. Before 0.30 all such methods do so, and no option changes that."""
+    if speculation is None:
+        return False
+    drops = getattr(speculation, "use_eagle_block_drop", speculation.use_eagle)
+    return bool(drops())
+
+
 def whole_prompts_only(vllm_config: VllmConfig) -> bool:
     """Whether a hit is right only if it leaves one token to compute.
 

@@ -15,12 +15,15 @@ OVER = (DONE, FAILED, CANCELLED)
 EARLY, LATE, TOO_LATE = -1.0, 0.1, 1.0  # seconds from the deadline; a cancel is given 0.25
 
 
-def load(state, seconds_late=EARLY, *, ended=False, timed_out=False, quarantined=False, may_quarantine=True):
+def load(
+    state, seconds_late=EARLY, *, given_up=-1.0, ended=False, timed_out=False, quarantined=False, may_quarantine=True
+):
     return load_action(
         state,
         session_ended=ended,
         seconds_late=seconds_late,
         timed_out=timed_out,
+        seconds_given_up=given_up,
         quarantined=quarantined,
         may_quarantine=may_quarantine,
     )
@@ -35,7 +38,11 @@ def store(state, seconds_late=EARLY, *, ended=False, timed_out=False):
     [
         (load(PENDING), Action.WAIT),
         (load(RUNNING), Action.WAIT),
-        (load(CANCELLING), Action.WAIT),  # its request was aborted
+        (load(CANCELLING, given_up=0.01), Action.WAIT),  # its request was aborted
+        (load(CANCELLING, given_up=0.1), Action.QUARANTINE),
+        (load(CANCELLING, given_up=0.1, quarantined=True), Action.WAIT),
+        (load(CANCELLING, given_up=0.1, may_quarantine=False), Action.WAIT),
+        (load(CANCELLED, given_up=0.1), Action.FAIL),
         (load(DONE), Action.FINISH),
         (load(FAILED), Action.FAIL),
         (load(CANCELLED), Action.FAIL),

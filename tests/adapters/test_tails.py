@@ -87,7 +87,7 @@ def test_prompts_that_part_inside_a_chunk_share_its_blocks(daemon, make_engine):
     assert make_engine(daemon).generate("third", shared + prompt(8, 4)).external == CHUNK + 2 * BLOCK
 
 
-@pytest.mark.parametrize("blocks", [1, 3, 4, 5, 6])
+@pytest.mark.parametrize("blocks", [1, 3, 4, 5])
 def test_blocks_that_the_engine_has_itself_are_left_out_of_a_load(daemon, make_engine, blocks):
     tokens = prompt(9, CHUNK + 3 * BLOCK + 5)
     make_engine(daemon).generate("cold", tokens, count=1)

@@ -42,6 +42,11 @@ MUTANTS = (
         ENDINGS, "load_action", "return Action.TIME_OUT", "return Action.FAIL",
         ("adapters/test_failures.py::test_a_load_that_was_given_up_is_never_begun",),
     ),
+    Mutant(
+        "an aborted load keeps its request until the load's timeout",
+        ENDINGS, "load_action", " or seconds_given_up > _ABORT_GRACE_SECONDS", "",
+        ("issues/adapters/test_an_aborted_load_kept_the_id_of_its_request.py",),
+    ),
     # ---- failed_loads.py ----------------------------------------------------------------------------
     Mutant(
         "the memory of failed loads has no bound",
@@ -101,12 +106,12 @@ MUTANTS = (
         ("adapters/test_blockpool.py::test_of_a_prefix_that_a_store_kept_the_end_is_evicted_first",),
     ),
     Mutant(
-        "stores keep any number of blocks",
-        HAZARDS, "PinnedStores.cancel_beyond", "if len(kept) + len(blocks) <= most:", "if True:", (PINS,),
+        "stores that keep blocks go on",
+        HAZARDS, "PinnedStores.cancel_all_that_keep", "not self._pool.kept.isdisjoint(s.block_ids)", "False", (PINS,),
     ),
     Mutant(
         "a store is cancelled again and again",
-        HAZARDS, "PinnedStores.cancel_beyond", "store.cancelled = True", "pass",
+        HAZARDS, "PinnedStores.cancel_all_that_keep", "self._stores[store_id].cancelled = True", "pass",
         (f"{PINS}::test_a_request_that_needs_the_blocks_waits_for_the_cancel_of_the_store",),
     ),
     # ---- planes.py ----------------------------------------------------------------------------------

@@ -22,6 +22,11 @@ RESET = "issues/adapters/test_a_reset_failed_over_quarantined_blocks.py"
 SESSIONS = "issues/adapters/test_a_sessions_chunks_had_other_tokens_keys.py"
 UNLISTED = "issues/adapters/test_what_the_identity_did_not_list_was_shared.py"
 
+ONE_BLOCK = "issues/adapters/test_a_load_of_one_block_held_up_each_warm_request.py"
+LAST_BLOCKS = "issues/adapters/test_a_request_waited_for_the_last_blocks_that_stores_kept.py"
+SHORTAGE = "adapters/vllm/shortage.py"
+PAUSED = "issues/adapters/test_a_pause_beside_a_load_raised.py"
+FORGOTTEN = "adapters/vllm/forgotten.py"
 TAKEN_BACK = "issues/adapters/test_kv_of_a_step_that_vllm_took_back_was_stored.py"
 ACCEPTANCE = "adapters/vllm/acceptance.py"
 
@@ -111,13 +116,27 @@ MUTANTS = (
     ),
     Mutant(
         "a hit leaves no token to compute",
-        HITS, "Hits._worth_loading", "request.num_tokens - 1) - local_tokens", "request.num_tokens) - local_tokens",
+        HITS, "Hits._usable", "int(request.num_tokens) - 1", "int(request.num_tokens)",
         ("adapters/test_reuse.py::test_a_prompt_of_whole_chunks_leaves_its_last_token_to_compute",),
     ),
     Mutant(
         "a hit does not count what the engine has itself",
-        HITS, "Hits._worth_loading", "request.num_tokens - 1) - local_tokens", "request.num_tokens - 1)",
+        HITS, "Hits._worth_loading", "self._usable(request, found) - local_tokens", "self._usable(request, found)",
         ("adapters/test_reuse.py::test_blocks_that_the_engine_has_itself_are_left_out_of_a_load",),
+    ),
+    Mutant(
+        "a request waits for a load of one block",
+        HITS, "Hits._worth_loading", " or tokens <= _FREE_TOKENS", "",
+        (f"{ONE_BLOCK}::test_beside_its_own_prefix_an_engine_computes_one_block_and_loads_two",),
+    ),
+    Mutant(
+        "a hit has the block that vLLM leaves out of its own",
+        HITS, "Hits._usable", "self._facts.drops_last_block and self._chunks.only_full", "False", (ONE_BLOCK,),
+    ),
+    Mutant(
+        "a hit of windows ends where these have nothing",
+        HITS, "Hits._usable", "and self._chunks.only_full", "",
+        (f"{ONE_BLOCK}::test_an_engine_of_a_hybrid_loads_whole_chunks",),
     ),
     Mutant(
         "an engine that has a prompt itself waits for the answer",
@@ -201,20 +220,64 @@ MUTANTS = (
         SCHEDULER, "SchedulerHalf.plan_step", "if may_store and state.wishes.stores and not state.lost:",
         "if may_store and not state.lost:", ("adapters/test_wishes.py",),
     ),
+    # ---- shortage.py --------------------------------------------------------------------------------
     Mutant(
         "stores are cancelled for blocks that the engine does not need",
-        SCHEDULER, "SchedulerHalf._bound_pins", "2 * self._pool.free < self._pool.size", "True",
+        SHORTAGE, "Shortage.pass_ended", "or soon > free", "or True",
         (f"{PINS}::test_an_engine_with_room_keeps_the_blocks_of_all_its_stores",),
     ),
     Mutant(
+        "a running request is preempted for blocks that stores keep",
+        SHORTAGE, "Shortage.pass_ended", "or soon > free", "", (LAST_BLOCKS,),
+    ),
+    Mutant(
         "a request waits for blocks that stores keep",
-        SCHEDULER, "SchedulerHalf._bound_pins", "any(state.awaits_blocks for state in requests)", "False",
-        (f"{PINS}::test_a_long_prompt_waits_for_the_cancel_though_half_of_the_pool_is_free",),
+        SHORTAGE, "Shortage.pass_ended", "self._passes >= PATIENCE", "False", (LAST_BLOCKS,),
+    ),
+    Mutant(
+        "stores are cancelled though the request needs more",
+        SHORTAGE, "Shortage.pass_ended", "self._blocks(have, tokens) <= free + kept", "True", (f"{LAST_BLOCKS}::test_stores_go_on_while_a_request_waits_that_needs_more_than_they_keep",),
+    ),
+    Mutant(
+        "stores of a healthy daemon are cancelled",
+        SHORTAGE, "Shortage.pass_ended", "self._passes >= PATIENCE", "self._passes >= 1",
+        (f"{LAST_BLOCKS}::test_a_store_of_a_healthy_daemon_ends_before_it_is_cancelled",),
+    ),
+    Mutant(
+        "a request is thought to need its whole prompt where vLLM admits a part",
+        SHORTAGE, "Shortage.asked", "else self._admitted_tokens", "else request.num_tokens", (f"{LAST_BLOCKS}::test_stores_are_cancelled_for_one_step_of_a_prompt_where_vllm_admits_that",),
+    ),
+    Mutant(
+        "a request that was loaded waits for blocks that stores keep",
+        SHORTAGE, "Shortage.pass_ended", "list(self._loaded())", "[]",
+        (f"{LAST_BLOCKS}::test_a_request_that_was_loaded_is_served_beside_stores_that_keep_blocks",),
+    ),
+    Mutant(
+        "requests without cache wait for blocks that stores keep",
+        SCHEDULER, "SchedulerHalf.matched_tokens", "self._shortage.asked(request, local_tokens, 0)", "pass",
+        (f"{LAST_BLOCKS}::test_a_request_without_cache_is_served_as_well",),
+    ),
+    # ---- forgotten.py -------------------------------------------------------------------------------
+    Mutant(
+        "KV of before a reset is used",
+        FORGOTTEN, "WaitingForLoads.reset", "self.begin_again(set(found))", "pass", (PAUSED,),
+    ),
+    Mutant(
+        "a reset fails beside a load",
+        FORGOTTEN, "WaitingForLoads.blocks", "if self._may_forget(each)", "if False", (PAUSED,),
+    ),
+    Mutant(
+        "a reset that is to disturb no request cancels a load",
+        FORGOTTEN, "WaitingForLoads.blocks", "not resets_running_requests()", "False", (PAUSED,),
+    ),
+    Mutant(
+        "blocks of requests that load are free after a reset",
+        BLOCKPOOL, "PoolHook._unpinned", 'self._mutely("touch", blocks)', "pass", (PAUSED,),
     ),
     Mutant(
         "stores are cancelled for a request that waits for its answer",
-        SCHEDULER, "SchedulerHalf.matched_tokens", "state.awaits_blocks = tokens is not None",
-        "state.awaits_blocks = True", ("issues/adapters/test_stores_were_cancelled_while_a_lookup_was_awaited.py",),
+        SCHEDULER, "SchedulerHalf.matched_tokens", "if tokens is not None:\n            self._shortage.asked(request, local_tokens, tokens)",
+        "self._shortage.asked(request, local_tokens, tokens or 0)", ("issues/adapters/test_stores_were_cancelled_while_a_lookup_was_awaited.py",),
     ),
     Mutant(
         "stores go on when the weights may have changed",
