@@ -132,9 +132,9 @@ def test_what_is_computed_after_a_loras_files_were_replaced_is_not_stored(make_d
     """The request began with the old ones, and vLLM may read the new ones in any step."""
     daemon = make_daemon()
     engine = make_engine(daemon, max_tokens_per_step=CHUNK)
-    answer = engine.add("long", prompt(2, 4 * CHUNK), lora_request=adapter(tmp_path / "lora", 1))
+    answer = engine.add("long", prompt(2, 24 * CHUNK), lora_request=adapter(tmp_path / "lora", 1))
     engine.run(until=lambda: len(engine.stores) >= 1)
     adapter(tmp_path / "lora", 2)
     engine.run()
     assert answer.right
-    assert 1 <= daemon.status()["l1"]["chunks"] < 4
+    assert 1 <= daemon.status()["l1"]["chunks"] < 24
