@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import subprocess
 import sys
 import threading
@@ -98,6 +100,20 @@ def test_a_load_waits_for_the_work_that_its_blocks_were_in(stored, make_engine, 
     assert answer.right
     assert engine.received == ["warm"]
     assert counted(engine, "loaded") == 1
+
+
+@pytest.mark.parametrize("runner", ["gpu_model_runner.GPUModelRunner", "gpu.model_runner.GPUModelRunner"])
+def test_vllm_binds_behind_what_it_writes_early_and_before_the_forward(runner):
+    """The connector begins copies there. A version of vLLM with another order fails here."""
+    module, name = runner.rsplit(".", 1)
+    step = inspect.getsource(getattr(importlib.import_module(f"vllm.v1.worker.{module}"), name).execute_model)
+    places = {
+        "V1": ("self._update_states(", "preprocess_mamba(", "maybe_get_kv_connector_output(", "self._model_forward("),
+        "V2": ("self.update_requests(", "preprocess_state(", "kv_connector.pre_forward(", "self.model("),
+    }["V1" if module == "gpu_model_runner" else "V2"]
+    found = [step.find(place) for place in places]
+    assert -1 not in found, dict(zip(places, found, strict=True))
+    assert found == sorted(found)
 
 
 def hold_forwards(engine: Engine, gpu: LateGpu, when) -> threading.Event:
