@@ -76,6 +76,7 @@ class Loras:
         """Whether the files are those of the first request, by a look that began at `moment` or later. None: a look is awaited."""
         known = self._known(lora)
         if known is None or known.is_replaced:
+            self._counters["replaced_lora_requests"] += known is not None
             return False
         if known.looked_at >= moment:
             return True
