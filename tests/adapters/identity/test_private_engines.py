@@ -31,16 +31,7 @@ def a_function(config: Any) -> Any:
         ),
         ({"adjust": lambda config: setattr(config.cache_config, "calculate_kv_scales", True)}, "calculate_kv_scales"),
     ],
-    ids=[
-        "a function overrides",
-        "dummy",
-        "tensorizer",
-        "s3",
-        "an object",
-        "counted images",
-        "KV scales of the run",
-        "LoRA",
-    ],
+    ids=["a function overrides", "dummy", "tensorizer", "s3", "an object", "counted images", "KV scales of the run"],
 )
 def test_what_cannot_be_reproduced_makes_the_engine_private_and_is_named(identify, arguments, reason):
     assert identify(**arguments).private.startswith(reason)
