@@ -29,8 +29,8 @@ from typing import Any
 
 from kvserver import __version__
 from kvserver.cli import http_client
-from kvserver.cli.redaction import Redactor, passwords_in, secrets_of
-from kvserver.config import Settings, read_token
+from kvserver.cli.redaction import Redactor, secrets_of
+from kvserver.config import Settings, passwords_in, read_token
 from kvserver.protocol import ConfigError
 
 _LOG_BYTES = 1 << 20
@@ -51,14 +51,16 @@ _PACKAGES = (
 _SETTINGS_VARIABLES = "KVSERVER_"
 
 
-def write(settings: Settings, findings: list[dict[str, str]], to: str, log: str, overwrite: bool) -> dict[str, Any]:
-    """The manifest of what was written. ConfigError if the file is there already, or cannot be written."""
+def write(
+    settings: Settings, given: list[str], findings: list[dict[str, str]], to: str, log: str, overwrite: bool
+) -> dict[str, Any]:
+    """The manifest of what was written. `given`: texts that may have passwords, valid settings or not. ConfigError if the file is there already, or cannot be written."""
     path = Path(to)
     if path.exists() and not overwrite:
         raise ConfigError(f"--bundle {to}: it is there already; add --overwrite")
     pid = _pid(settings.endpoint)
     environ = _environ(pid)
-    parts = _Parts(_redactor(settings, environ))
+    parts = _Parts(_redactor(settings, environ, [*given, *_words(pid)]))
     parts.add("doctor.json", lambda: json.dumps(findings))
     _add_pages(parts, settings)
     parts.add("log.txt", lambda: _log(log, pid), log=True)
@@ -97,12 +99,12 @@ class _Parts:
             self.outcomes[name] = "ok"
 
 
-def _redactor(settings: Settings, environ: Mapping[str, str]) -> Redactor:
+def _redactor(settings: Settings, environ: Mapping[str, str], given: list[str]) -> Redactor:
     here = pwd.getpwuid(os.getuid()) if _is_listed(os.getuid()) else None
     homes = [os.path.expanduser("~"), environ.get("HOME", ""), here.pw_dir if here is not None else ""]
     users = [os.environ.get("USER", ""), environ.get("USER", ""), here.pw_name if here is not None else ""]
     secrets = secrets_of(os.environ) | secrets_of(environ)
-    secrets |= {part for value in _strings(settings) for part in passwords_in(value)}
+    secrets |= {part for value in [*_strings(settings), *given] for part in passwords_in(value)}
     with contextlib.suppress(ConfigError):
         secrets.add(read_token(settings.http_token_file))
     if token_file := environ.get("KVSERVER_HTTP_TOKEN_FILE"):
@@ -170,6 +172,14 @@ def _environ(pid: int) -> dict[str, str]:
     return {name: value for name, _, value in (word.partition("=") for word in words) if name}
 
 
+def _words(pid: int) -> list[str]:
+    """The daemon's command; empty if it cannot be read."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").rstrip("\0").split("\0") if pid else []
+    except OSError:
+        return []
+
+
 def _log(given: str, pid: int) -> str:
     """The tail of the given file, else of where the daemon's stderr goes. OSError with the reason if that is unknown."""
     if given:
@@ -210,8 +220,7 @@ def _process(pid: int, environ: Mapping[str, str]) -> str:
     if not pid:
         raise OSError("no daemon listens at --endpoint, or it is in a container of its own")
     folder = Path(f"/proc/{pid}")
-    words = (folder / "cmdline").read_text(errors="replace").rstrip("\0").split("\0")
-    lines = ["command: " + " ".join(words)]
+    lines = ["command: " + " ".join(_words(pid))]
     lines += [f"{name}={value}" for name, value in sorted(environ.items()) if name.startswith(_SETTINGS_VARIABLES)]
     lines += [
         "",

@@ -18,6 +18,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvserver.cli.checks import Finding, ok, problem, warning
+from kvserver.config import split_url, without_user
 
 _SECONDS = 10.0
 _MOST_BYTES = 32 << 20
@@ -69,7 +70,7 @@ def engine_findings(url: str) -> Iterator[tuple[str, Finding]]:
     except (OSError, ValueError) as error:
         why = error.reason if type(error) is urllib.error.URLError else error
         fix = "give the address of vLLM's API server: kvserver doctor --engine http://127.0.0.1:8000"
-        yield "engine", problem(f"{url} cannot be read: {why}", fix)
+        yield "engine", problem(f"{without_user(url, True)} cannot be read: {why}", fix)
         return
     try:
         engines, is_vllm = read(text)
@@ -104,9 +105,11 @@ def _without_gauge(where: str, has_connector: bool, is_vllm: bool) -> Finding:
 
 def address(url: str) -> str:
     """The address of the metrics. ValueError if `url` is not an HTTP address."""
-    parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
+    parts = split_url(url if "://" in url else f"http://{url}")
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError("not an http:// address")
+    if "@" in parts.netloc:
+        raise ValueError("a user and a password are not sent: leave them away")
     path = parts.path.rstrip("/")
     if not path.endswith("/metrics"):
         path = path.removesuffix("/v1") + "/metrics"
@@ -153,7 +156,7 @@ class _SameHost(urllib.request.HTTPRedirectHandler):
     ) -> urllib.request.Request | None:
         here, there = urllib.parse.urlsplit(request.full_url), urllib.parse.urlsplit(url)
         if (here.scheme, here.netloc) != (there.scheme, there.netloc):
-            raise urllib.error.URLError(f"it redirects to another host, {there.netloc}")
+            raise urllib.error.URLError(f"it redirects to another host, {there.hostname}")
         return super().redirect_request(request, answer, code, message, headers, url)
 
 

@@ -6,8 +6,10 @@ Owns: the order, the output and the exit code. Refuses to know: the checks thems
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 from kvserver import __version__
 from kvserver.cli import bundle, checks, checks_engine, checks_gpu, checks_service, checks_storage
@@ -16,6 +18,7 @@ from kvserver.cli.terminal import show
 from kvserver.config import Settings, flag, read_configuration
 from kvserver.protocol import ConfigError
 
+_OF_THE_DAEMON = ("endpoint", "http_host", "http_port", "http_token_file")
 Check = Callable[[Machine], Finding]
 
 CHECKS: dict[str, Check] = {
@@ -63,7 +66,9 @@ def _bundle(arguments: argparse.Namespace) -> int:
     if arguments.engine:
         raise ConfigError("--bundle is of the daemon of this machine: give it without --engine")
     found = [{"check": n, "level": f.level.value, "text": f.text, "fix": f.fix} for n, f in findings(arguments)]
-    manifest = bundle.write(_settings(arguments), found, arguments.bundle, arguments.log, arguments.overwrite)
+    manifest = bundle.write(
+        _settings(arguments), _given(arguments), found, arguments.bundle, arguments.log, arguments.overwrite
+    )
     if arguments.json:
         print(json.dumps(manifest, indent=2))
     else:
@@ -73,10 +78,20 @@ def _bundle(arguments: argparse.Namespace) -> int:
 
 
 def _settings(arguments: argparse.Namespace) -> Settings:
-    try:
-        return read_configuration(vars(arguments)).settings
-    except ConfigError:
-        return read_configuration({}, {}).settings
+    """The settings; where they are invalid, flags that name the daemon are used still."""
+    given = vars(arguments)
+    for known in (given, {name: given[name] for name in _OF_THE_DAEMON if name in given}):
+        with contextlib.suppress(ConfigError):
+            return read_configuration(known, None if known is given else {}).settings
+    return read_configuration({}, {}).settings
+
+
+def _given(arguments: argparse.Namespace) -> list[str]:
+    """Texts of the command line and the settings' file, also where they are no valid settings."""
+    found = [one for value in vars(arguments).values() for one in (value if isinstance(value, list) else [value])]
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        found.extend(Path(arguments.config).read_text().splitlines() if arguments.config else [])
+    return [one for one in found if isinstance(one, str)]
 
 
 def findings(arguments: argparse.Namespace) -> Iterator[tuple[str, Finding]]:

@@ -11,7 +11,8 @@ import pwd
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
-from urllib.parse import unquote, urlsplit
+
+from kvserver.config import forms_of, passwords_in
 
 SECRET, USER, NUMBERS = "(secret)", "(user)", "(numbers)"
 _SHORTEST = 4  # a shorter secret is in too many other words
@@ -23,7 +24,6 @@ _NAME = re.compile(_NAMES, re.IGNORECASE)
 _NAMES_OF_VARIABLES = re.compile(r"PASS|SECRET|TOKEN|CREDENTIAL|HEADERS|(?:API|ACCESS|PRIVATE)_?KEY", re.IGNORECASE)
 _FILES = re.compile(r"_(?:FILE|PATH|DIR)$", re.IGNORECASE)  # a variable that names a file has no secret
 _RULES = (
-    (re.compile(r"//[^/?#\s\"']+@"), "//"),
     (re.compile(r"([?&][\w.-]{0,64}(?:pass|secret|token|key|sig|credential)[\w.-]{0,64}=)[^&#\s\"']+", re.IGNORECASE), rf"\1{SECRET}"),
     (re.compile(r"\b(bearer|basic)\s+[\w.~+/=-]{8,}", re.IGNORECASE), rf"\1 {SECRET}"),
     (re.compile(rf"(\b(?:{_NAMES})[\"']?\s*[:=]\s*)(?!\(secret\))(?:\"[^\"\n]*\"|'[^'\n]*'|[^\s,;{{}}\[\]\"']+)", re.IGNORECASE), rf'\1"{SECRET}"'),
@@ -33,6 +33,7 @@ _RULES = (
     (re.compile(r"(/(?:home|Users|export/home|usr/home)/)[^/\s\"':,;)\]]+"), rf"\1{USER}"),
     (re.compile(r"(/run/user/|/tmp/[\w.-]+-)\d+\b"), rf"\1{USER}"),
 )  # fmt: skip
+_WORD, _USER_BEGINS = re.compile(r"\S+"), re.compile(r"(?<!file:)(?<!ipc:)//")
 _OF_LOGS = (
     (re.compile(r"([\[(])\s*\d+(?:\s*,\s*\d+){3,}(?:\s*,)?(?:\s*(?:\.\.\.))?\s*([\])]|$)", re.MULTILINE), rf"\1{NUMBERS}\2"),
     (re.compile(r"\bb(['\"])(?:\\.|(?!\1).){16,}(?:\1|$)", re.MULTILINE), "b'(bytes)'"),
@@ -43,7 +44,7 @@ class Redactor:
     """`secrets`: values that were found to be one. `homes` and `users`: of this machine, beside those of its list of users."""
 
     def __init__(self, secrets: Iterable[str] = (), homes: Iterable[str] = (), users: Iterable[str] = ()) -> None:
-        known = {one for secret in secrets for one in (secret, unquote(secret)) if len(one) >= _SHORTEST}
+        known = {one for secret in secrets for one in forms_of(secret) if len(one) >= _SHORTEST}
         self._secrets = sorted(known, key=len, reverse=True)  # the longest first: one may be in another
         people = [one for one in pwd.getpwall() if 1000 <= one.pw_uid < 65_534]
         self._homes = sorted(
@@ -60,6 +61,7 @@ class Redactor:
             text = text.replace(secret, SECRET)
         for home in self._homes:
             text = text.replace(home, "~")
+        text = _WORD.sub(_without_user, text)
         for rule, shown in (*_RULES, *(_OF_LOGS if log else ())):
             text = rule.sub(shown, text)
         return self._users.sub(USER, text) if self._users is not None else text
@@ -80,19 +82,13 @@ class Redactor:
         return SECRET if isinstance(value, str) and _NAME.fullmatch(name) else self.json(value)
 
 
+def _without_user(word: re.Match[str]) -> str:
+    """The word without what is between its first `//` and its last `@`: a password may have any other character."""
+    begins, last = _USER_BEGINS.search(word[0]), word[0].rfind("@")
+    return word[0] if begins is None or last < begins.end() else word[0][: begins.end()] + word[0][last + 1 :]
+
+
 def secrets_of(environ: Mapping[str, str]) -> set[str]:
     """Values of variables whose name names a secret, and the user's parts of URLs."""
     found = {value for name, value in environ.items() if _NAMES_OF_VARIABLES.search(name) and not _FILES.search(name)}
     return found | {part for value in environ.values() for part in passwords_in(value)}
-
-
-def passwords_in(text: str) -> set[str]:
-    """Passwords of the URLs in a text."""
-    found = set()
-    for url in re.findall(r"[a-z][\w+.-]*://[^\s\"',]+", text, re.IGNORECASE):
-        try:
-            password = urlsplit(url).password
-        except ValueError:
-            continue
-        found |= {password} if password else set()
-    return found

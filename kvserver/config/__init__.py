@@ -16,4 +16,5 @@ from kvserver.config.settings import (
 )
 from kvserver.config.shares import parse_shares
 from kvserver.config.sources import Configuration, add_flags, field_types, flag, read_configuration, variable
-from kvserver.config.tiers import TierUrl, parse_tiers, without_user
+from kvserver.config.tiers import TierUrl, parse_tiers
+from kvserver.config.urls import forms_of, passwords_in, split_url, without_user

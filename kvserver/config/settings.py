@@ -10,10 +10,11 @@ import re
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
+
+from kvserver.config.urls import split_url
 
 # Former settings: what applies instead. Given anywhere, they are refused.
 REMOVED = {
@@ -312,11 +313,11 @@ def parse_otlp_endpoint(text: str) -> OtlpEndpoint | None:
     """The endpoint; None for "". ValueError states the accepted forms."""
     if not text:
         return None
-    parts = urlsplit(text)
-    port, rest = parts.port, parts.path.strip("/")  # the port raises ValueError
+    parts = split_url(text)
+    port, rest = parts.port, parts.path.strip("/")
     if parts.scheme in ("http", "https") and parts.hostname and not parts.query and not parts.fragment:
         return OtlpEndpoint(False, text.rstrip("/"))
-    if parts.scheme == "grpc" and parts.hostname and port and not rest and not parts.query:
+    if parts.scheme == "grpc" and parts.hostname and port and "@" not in parts.netloc and not rest and not parts.query:
         return OtlpEndpoint(True, parts.netloc)
     raise ValueError("write http://host:port, https://host:port or grpc://host:port")
 

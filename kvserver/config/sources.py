@@ -30,7 +30,8 @@ from kvserver.config.settings import (
     parse_size,
 )
 from kvserver.config.shares import parse_shares
-from kvserver.config.tiers import parse_tiers, without_user
+from kvserver.config.tiers import parse_tiers
+from kvserver.config.urls import urls_in, without_user
 from kvserver.protocol import ConfigError, default_endpoint
 
 if sys.version_info >= (3, 11):
@@ -65,7 +66,7 @@ class Configuration:
         texts, defaults = descriptions(), _defaults()
         return {
             name: {
-                "value": _shown(getattr(self.settings, name)),
+                "value": _shown(name, getattr(self.settings, name)),
                 "default": default,
                 "source": self.sources.get(name, DEFAULT).kind,
                 "source_name": self.sources.get(name, DEFAULT).name,
@@ -148,7 +149,7 @@ def read_configuration(arguments: dict[str, Any], environ: dict[str, str] | None
         if name in REMOVED:
             raise ConfigError(f"{source} is no setting any more: {REMOVED[name]}")
         several = name in repeatable and isinstance(value, str)
-        values[name], sources[name] = value.split() if several else value, source
+        values[name], sources[name] = (urls_in(value) if name in _URLS else value.split()) if several else value, source
 
     if path := arguments.get("config"):
         for key, value in _read_toml(path, known).items():
@@ -175,6 +176,9 @@ def read_configuration(arguments: dict[str, Any], environ: dict[str, str] | None
         settings = msgspec.structs.replace(settings, endpoint=default_endpoint())
         sources.pop("endpoint", None)
     return Configuration(settings, sources)
+
+
+_URLS = ("l2", "otlp_endpoint")  # with passwords, where the user gives one
 
 
 def _check_l1_size(text: str) -> None:
@@ -220,14 +224,14 @@ def _bad(name: str, reason: str, values: dict[str, Any], sources: dict[str, Sour
         return f"bad setting: {reason}"
     source = sources[name]
     origin = "" if source.kind == "flag" else f" (from {'--config' if source.kind == 'file' else 'the'} {source})"
-    return f"bad setting: {flag(name)} {_shown(values[name])!r}{origin}: {without_user(reason)}"
+    return f"bad setting: {flag(name)} {_shown(name, values[name])!r}{origin}: {reason}"
 
 
-def _shown(value: Any) -> Any:
+def _shown(name: str, value: Any) -> Any:
     """As pages and the log show it."""
     if isinstance(value, (list, tuple)):
-        return [_shown(one) for one in value]
-    return without_user(value) if isinstance(value, str) else value
+        return [_shown(name, one) for one in value]
+    return without_user(value, name in _URLS) if isinstance(value, str) else value
 
 
 def markdown_table(settings: type[msgspec.Struct], title: str, label: Callable[[str], str]) -> str:

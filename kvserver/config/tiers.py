@@ -9,9 +9,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
-from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qsl, unquote
 
 from kvserver.config.settings import parse_size
+from kvserver.config.urls import split_url, without_user
 
 _VALKEY = {"expiry", "cluster"}
 KINDS = {  # by scheme: the kind, and its own parameters
@@ -38,9 +39,9 @@ class TierUrl:
     host: str
     port: int  # 0: the scheme's own
     path: str
-    username: str
+    username: str = field(repr=False)
     password: str = field(repr=False)
-    own: dict[str, str]  # parameters of the kind
+    own: dict[str, str] = field(repr=False)  # parameters of the kind; Mooncake's metadata may have a password
     admit: Literal["all", "reused"] = "all"  # which objects are written: all, or those that a second request needed
     required: bool = False  # /readyz fails while the tier is closed or unavailable
     read_only: bool = False
@@ -62,7 +63,7 @@ def parse_tiers(urls: Sequence[str]) -> tuple[TierUrl, ...]:
         try:
             tier = _parse(url, kinds)
         except ValueError as error:
-            raise ValueError(f"{without_user(url.partition('?')[0])}: {error}") from None
+            raise ValueError(f"{without_user(url, True).partition('?')[0]}: {error}") from None
         if any(other.shown == tier.shown for other in tiers):
             raise ValueError(f"{tier.shown} is there twice")
         tiers.append(tier)
@@ -70,7 +71,7 @@ def parse_tiers(urls: Sequence[str]) -> tuple[TierUrl, ...]:
 
 
 def _parse(url: str, kinds: list[str]) -> TierUrl:
-    parts = urlsplit(url)
+    parts = split_url(url)
     if parts.scheme not in KINDS:
         raise ValueError(f"unknown kind of storage; write {', '.join(f'{scheme}://' for scheme in KINDS)}")
     kind, own_names = KINDS[parts.scheme]
@@ -149,8 +150,3 @@ def _seconds(text: str) -> float:
     if not 0.01 <= seconds <= 60:
         raise ValueError(f"timeout={text}: write 10ms to 60s")
     return seconds
-
-
-def without_user(text: str) -> str:
-    """URLs in it without user and password."""
-    return re.sub(r"//[^/?#\s]+@", "//", text)

@@ -120,11 +120,10 @@ class _MooncakeClient:
         deadline = time.monotonic() + self._url.timeout_seconds + _START_SECONDS
         ours, theirs = socket.socketpair()
         with theirs:
-            settings = json.dumps({**self._url.settings, "socket": theirs.fileno()})
             self._socket, self._mapped = ours, 0
             try:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-I", _CHILD, json.dumps(sys.path), settings],
+                    [sys.executable, "-I", _CHILD, json.dumps(sys.path), str(theirs.fileno())],
                     pass_fds=[theirs.fileno()],
                     env={**os.environ, **self._url.environment},
                     stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -132,6 +131,7 @@ class _MooncakeClient:
             except OSError as error:
                 self.close()
                 raise StoreError(f"the client of Mooncake did not start: {error.strerror}") from None
+        self._send(self._url.settings, deadline)  # not on the command line, which any user may read
         if code := self._receive(deadline):
             self.close()
             raise _error(code)

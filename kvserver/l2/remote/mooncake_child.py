@@ -153,8 +153,9 @@ def _receive(connection: socket.socket) -> tuple[Any, int]:
     return json.loads(raw[LENGTH_BYTES:]), descriptor
 
 
-def serve(connection: socket.socket, settings: dict[str, Any]) -> None:
-    client = LibraryStore(settings)
+def serve(connection: socket.socket) -> None:
+    """Answer requests until the other side ends. The first message has the settings: they may have a password."""
+    client = LibraryStore(_receive(connection)[0])
     connection.sendall(packed(client.code))
     while True:
         request, descriptor = _receive(connection)
@@ -163,17 +164,16 @@ def serve(connection: socket.socket, settings: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Arguments: sys.path, and a connected socket's descriptor with settings, both in JSON; without the latter: load the library only."""
+    """Arguments: sys.path, and a connected socket's descriptor, both in JSON; without the latter: load the library only."""
     sys.path[:] = json.loads(sys.argv[1])
     if len(sys.argv) == 2:
         import mooncake.store  # noqa: F401
 
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    settings = json.loads(sys.argv[2])
     try:
-        with socket.socket(fileno=settings["socket"]) as connection:
-            serve(connection, settings)
+        with socket.socket(fileno=json.loads(sys.argv[2])) as connection:
+            serve(connection)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         os._exit(0)  # the library's threads need no end
 

@@ -35,6 +35,8 @@ class S3Url:
         self.timeout = timedelta(seconds=url.timeout_seconds)
         if url.username or url.password or url.port:
             raise ConfigError(f"--l2 {url.shown}: write s3://bucket/prefix; credentials come from the environment")
+        if "@" in self.endpoint:
+            raise ConfigError(f"--l2 {url.shown}: an endpoint has no user; credentials come from the environment")
         if self.endpoint and not self.endpoint.startswith(("http://", "https://")):
             raise ConfigError(
                 f"--l2 {url.shown}: endpoint={self.endpoint}: write http://host:port or https://host:port"
