@@ -39,6 +39,7 @@ class ErrorCode(str, enum.Enum):
     CANCELLED = "cancelled"
     MEMORY_LOST = "memory_lost"  # the engine truncated memory it had registered
     DEVICE_LOST = "device_lost"  # the device that copies for the server is lost; the server answers, but cannot copy
+    SHARED = "shared"  # other instances or machines may use what was to be cleared; the message names them
     STORAGE = "storage"  # a tier of L2 failed; the message names it
     INTERNAL = "internal"
 

@@ -238,9 +238,10 @@ class Retrieve(_Copy):
 
 
 class Clear(Message):
-    """Remove all chunks from L1, or the chunks that one instance can see."""
+    """Remove all chunks from L1 and L2, or the chunks that one instance can see; `shared`: also where others may use them."""
 
     instance_id: Label = ""
+    shared: bool = False
 
 
 class Status(Message):

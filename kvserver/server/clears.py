@@ -66,8 +66,8 @@ class Clears:
     def __init__(self, upkeep: Upkeep) -> None:
         self._upkeep = upkeep
 
-    def clear(self, request: ClearRequest, done: Callable[[str], None]) -> ClearReport | ClearRefusal:
-        """Choose and clear. Nothing of it is found from now on; `done` is called with what failed or "", as by `Upkeep.clear`.
+    def clear(self, request: ClearRequest, done: Callable[[int, str], None]) -> ClearReport | ClearRefusal:
+        """Choose and clear. Nothing of it is found from now on; `done` is called with the chunks of L1 and what failed or "", as by `Upkeep.clear`.
 
         After a refusal and for a dry run it is not called, and nothing is cleared.
         """
@@ -86,15 +86,15 @@ class Clears:
         self._clear(prefixes, done)
         return report
 
-    def _clear(self, prefixes: set[bytes], done: Callable[[str], None]) -> None:
-        left, failures = len(prefixes), list[str]()
+    def _clear(self, prefixes: set[bytes], done: Callable[[int, str], None]) -> None:
+        left, cleared, failures = len(prefixes), 0, list[str]()
 
         def one_done(chunks: int, failure: str) -> None:
-            nonlocal left
-            left -= 1
+            nonlocal left, cleared
+            left, cleared = left - 1, cleared + chunks
             failures.extend([failure] if failure else [])
             if not left:
-                done("; ".join(dict.fromkeys(failures)))
+                done(cleared, "; ".join(dict.fromkeys(failures)))
 
         for prefix in prefixes:
             self._upkeep.clear(prefix, one_done)

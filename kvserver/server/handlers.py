@@ -38,6 +38,7 @@ from kvserver.protocol import (
     TakeKVEvents,
     UnregisterWorker,
 )
+from kvserver.server.clears import ClearRefusal, ClearRequest, Clears
 from kvserver.server.copy_checks import check_chunk, chunk_count
 from kvserver.server.fills import Fills
 from kvserver.server.instances import Instances
@@ -132,7 +133,7 @@ class Handlers:
         return self.feed.take_kv_events(request)
 
     def _clear(self, request: Clear, respond: Respond) -> None:
-        base = b""
+        """The rule is that of `POST /cache/clear` (`clears`)."""
         if request.instance_id:
             instance = self.instances.by_id.get(request.instance_id)
             if instance is None:
@@ -140,12 +141,14 @@ class Handlers:
             if instance.namespace is None:
                 respond(Cleared(chunks=0))
                 return
-            base = instance.namespace
 
         def done(chunks: int, failure: str) -> None:
             respond(Error(code=ErrorCode.STORAGE.value, message=failure) if failure else Cleared(chunks=chunks))
 
-        self.upkeep.clear(base, done)
+        outcome = Clears(self.upkeep).clear(ClearRequest(request.instance_id, shared=request.shared), done)
+        if isinstance(outcome, ClearRefusal):
+            hint = "; send Clear with shared=true to clear it for all of them" if outcome.code == "shared" else ""
+            raise KVServerError(ErrorCode(outcome.code), outcome.message + hint)
 
     def _check_boot(self, boot_id: str) -> None:
         if boot_id != self.hello.boot_id:

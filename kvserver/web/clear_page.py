@@ -46,7 +46,7 @@ def answer(clears: Clears, ask: Callable[[Callable[[], Outcome]], Outcome], quer
     except _BadQuery as error:
         return 400, _error("bad_parameter", str(error))
     ended: Future[str] = Future()
-    outcome = ask(lambda: clears.clear(request, ended.set_result))
+    outcome = ask(lambda: clears.clear(request, lambda _, failure: ended.set_result(failure)))
     if isinstance(outcome, ClearRefusal):
         return _refused(outcome)
     if not outcome.cleared:

@@ -308,7 +308,7 @@ def test_clear_of_an_instance_leaves_other_models_alone(daemon, make_worker):
     for each in (one, two):
         each.store(keys, each.blocks_for(3))
     one.store(keys[:2], one.blocks_for(2), variant="lora")
-    assert two.ask(Clear(instance_id=one.instance_id), Cleared).chunks == 5
+    assert two.ask(Clear(instance_id=one.instance_id, shared=True), Cleared).chunks == 5
     assert one.lookup(keys) == 0
     assert one.lookup(keys, variant="lora") == 0
     assert two.lookup(keys) == 3

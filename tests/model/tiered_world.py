@@ -275,7 +275,7 @@ class TieredWorld(World):
         number = self.storage.clear(base or b"") if base != b"" else 0
         clearing = Clearing(storage=self.storage, number=number, least=self.plain.clear(base))
         self.calls.append(clearing)
-        self.ask(Clear(engine.instance_id if engine is not None else ""), clearing)
+        self.ask(Clear(engine.instance_id if engine is not None else "", shared=True), clearing)
 
     # ---- turns --------------------------------------------------------------------------------
 

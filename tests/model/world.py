@@ -351,7 +351,7 @@ class World(Workers):
 
     def clear(self, engine: Engine | None) -> None:
         self.counts["clears"] += 1
-        reply = self.answer(Clear(engine.instance_id if engine is not None else ""))
+        reply = self.answer(Clear(engine.instance_id if engine is not None else "", shared=True))
         if engine is not None and not engine.known:
             assert isinstance(reply, Error)
             return
