@@ -41,7 +41,7 @@ MUTANTS = (
     ),
     Mutant(
         "a bundle shows passwords of URLs",
-        "kvserver/cli/redaction.py", "", '"//"),', '"//x@"),', ("unit/cli/test_redaction.py",),
+        "kvserver/cli/redaction.py", "", '(?<!ipc:)//"', '(?<!ipc:)//x@"', ("unit/cli/test_redaction.py",),
     ),
     # ---- terminal.py --------------------------------------------------------------------------------
     Mutant(

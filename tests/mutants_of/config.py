@@ -22,16 +22,17 @@ MUTANTS = (
     # ---- sources.py ---------------------------------------------------------------------------------
     Mutant(
         "/config shows the password of a tier",
-        "kvserver/config/sources.py", "Configuration.table", "_shown(getattr(self.settings, name))",
+        "kvserver/config/sources.py", "Configuration.table", "_shown(name, getattr(self.settings, name))",
         "getattr(self.settings, name)", (SHOWN_PASSWORDS,),
     ),
     Mutant(
         "a refused setting is logged with its password",
-        "kvserver/config/sources.py", "_bad", "{_shown(values[name])!r}", "{values[name]!r}", (SHOWN_PASSWORDS,),
+        "kvserver/config/sources.py", "_bad", "{_shown(name, values[name])!r}", "{values[name]!r}", (SHOWN_PASSWORDS,),
     ),
-    # ---- tiers.py -----------------------------------------------------------------------------------
+    # ---- urls.py ------------------------------------------------------------------------------------
     Mutant(
         "a password with an @ is shown from there on",
-        "kvserver/config/tiers.py", "without_user", "//[^/?#\\s]+@", "//[^@/?#\\s]+@", (SHOWN_PASSWORDS,),
+        "kvserver/config/urls.py", "without_user", "{scheme}//{rest.rpartition('@')[2]}", "{scheme}//{rest.partition('@')[2]}",
+        (SHOWN_PASSWORDS,),
     ),
 )  # fmt: skip

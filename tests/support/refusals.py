@@ -315,4 +315,11 @@ REFUSALS: dict[ErrorCode, list[tuple[Refused, list[str]]]] = {
     ErrorCode.NOT_FOUND: [(missing, ["1 of 3 chunks are not READY"])],
 }  # fmt: skip
 # The codes of copies under way, of devices, of bugs and of L2: test_failures.py, test_device_loss.py, issues/, test_spill.py.
-OTHERS = {ErrorCode.CANCELLED, ErrorCode.MEMORY_LOST, ErrorCode.DEVICE_LOST, ErrorCode.INTERNAL, ErrorCode.STORAGE}
+OTHERS = {
+    ErrorCode.CANCELLED,
+    ErrorCode.MEMORY_LOST,
+    ErrorCode.DEVICE_LOST,
+    ErrorCode.INTERNAL,
+    ErrorCode.STORAGE,
+    ErrorCode.SHARED,
+}
