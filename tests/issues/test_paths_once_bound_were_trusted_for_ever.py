@@ -1,4 +1,4 @@
-"""A daemon whose socket files were removed or replaced said that it was ready, and its end removed another daemon's."""
+"""A daemon whose socket files were removed or replaced stayed ready, and its end removed the files of another daemon."""
 
 from __future__ import annotations
 
