@@ -30,6 +30,7 @@ _PORT = 6379
 _LARGEST_VALUE = "proto-max-bulk-len"
 _MOST_VALUE_BYTES = 512 << 20  # that, by default
 _MOST_QUESTIONS = 512
+_NO_PRIMARY = "No primary node found"  # the server is a replica, from which a client that is to write does not read
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _MOST_EXPIRY_SECONDS = 10 * 365 * 86400
 
@@ -151,13 +152,15 @@ class _ValkeyClient:
             self._new_batch = glide.ClusterBatch
             self.most_value_bytes = self._largest_value()
             return
-        alone = glide.GlideClientConfiguration(
-            nodes,
-            database_id=url.database,
-            advanced_config=glide.AdvancedGlideClientConfiguration(**limits),
-            **common,
-        )
-        self._client = self._connect(lambda: glide.GlideClient.create(alone), url)
+        common |= {"database_id": url.database, "advanced_config": glide.AdvancedGlideClientConfiguration(**limits)}
+        alone = glide.GlideClientConfiguration(nodes, **common)
+        try:
+            self._client = self._connect(lambda: glide.GlideClient.create(alone), url)
+        except StoreError as error:
+            if _NO_PRIMARY not in str(error):
+                raise
+            replica = glide.GlideClientConfiguration(nodes, read_only=True, **common)
+            self._client = self._connect(lambda: glide.GlideClient.create(replica), url)
         self._new_batch = glide.Batch
         if "cluster_enabled:1" in self._cluster_info():
             self.close()
