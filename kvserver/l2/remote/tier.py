@@ -22,6 +22,7 @@ from kvserver.l2.base import ObjectMemory, ObjectName, State, TierEnd, TierOutco
 from kvserver.l2.remote.breaker import StoreBreaker
 from kvserver.l2.remote.existence import Existence
 from kvserver.l2.remote.generations import Generations
+from kvserver.l2.remote.ids import HighestIds
 from kvserver.l2.remote.lanes import BUNDLE_BYTES, Lanes, RunJobs, alone
 from kvserver.l2.remote.names import Names, scope_of
 from kvserver.l2.remote.store import ConnectStore
@@ -59,12 +60,14 @@ class RemoteTier:
         connect: ConnectStore,
         lanes: int,
         bundle_bytes: int = BUNDLE_BYTES,
+        folder: str = "",
     ) -> None:
+        """`folder`: where the highest ids of generations are kept; "": in memory."""
         self.name, self.kind, self.url = url.name, url.kind, url.shown
         self._read_only, self._required = url.read_only, url.required
         self._control_ns = int(max(_LEAST_CONTROL_SECONDS, url.timeout_seconds) * 1e9)
         names = Names(prefix, RECORD_FORMAT)
-        self._generations = Generations(names)
+        self._generations = Generations(names, HighestIds(folder, f"ids-{url.name}"))
         self._work = StoreWork(names, self._generations, region, page_bytes)
         self._existence = Existence()
         self._breaker = StoreBreaker()

@@ -22,6 +22,7 @@ from kvserver.protocol import ConfigError
 _PORT = 6379
 _MOST_VALUE_BYTES = 512 << 20  # proto-max-bulk-len, by default
 _MOST_QUESTIONS = 512
+_MOST_WAIT_MS = 1000  # for a replica
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _MOST_EXPIRY_SECONDS = 10 * 365 * 86400
 
@@ -119,6 +120,8 @@ class _ValkeyClient:
 
         glide: Any = glide_sync
         self._glide = glide
+        self._is_cluster = url.cluster
+        self._wait_ms = max(1, min(_MOST_WAIT_MS, url.timeout_ms // 2))
         self._expiry_seconds = url.expiry_seconds
         self._expiry = glide.ExpirySet(glide.ExpiryType.SEC, url.expiry_seconds) if url.expiry_seconds else None
         credentials = (
@@ -207,8 +210,9 @@ class _ValkeyClient:
         previous = self._try(lambda: self._client.set(name, value, conditional_set=condition, return_old_value=True))
         return value if previous is None else bytes(previous)
 
-    def write_id(self, name: str, value: bytes) -> None:
+    def write_id(self, name: str, value: bytes) -> str:
         self._try(lambda: self._client.set(name, value))
+        return self._unacknowledged(name)
 
     def close(self) -> None:
         self._client.close()
@@ -218,6 +222,17 @@ class _ValkeyClient:
             return self._try(create)
         except StoreError as error:
             raise (_refused_certificate(url) if url.tls else None) or error from None
+
+    def _unacknowledged(self, name: str) -> str:
+        """Whether the server has replicas, none of which has what was written last."""
+        route = [self._glide.SlotKeyRoute(self._glide.SlotType.PRIMARY, name)] if self._is_cluster else []
+        try:
+            found: bytes = self._client.info([self._glide.InfoSection.REPLICATION], *route)
+            if b"\nslave0:" not in found or self._client.wait(1, self._wait_ms, *route):
+                return ""
+        except self._glide.GlideError:  # the user may not ask, or there is a proxy: nothing is known
+            return ""
+        return "no replica has acknowledged it: a failover now would undo it"
 
     def _cluster_info(self) -> str:
         """What the server states of its cluster; "" where the user may not know."""

@@ -176,7 +176,7 @@ class StoreWork:
 
     def clear(self, lane: Lane, scope: bytes) -> Result:
         self._generations.write(lane.client, scope)
-        return answer(TierOutcome.DONE)
+        return answer(TierOutcome.DONE, what=self._generations.warning(scope))
 
     def ping(self, lane: Lane) -> Result:
         self._generations.ping(lane.client)
