@@ -77,13 +77,13 @@ class FolderGenerations:
         return raw + _SUM.pack(checksum(raw))
 
 
-def decode(raw: bytes) -> FolderGenerations | None:
+def decode(raw: bytes, name: str = NAME) -> FolderGenerations | None:
     """None if the file is not whole. FormatError if it is of a later version."""
     if len(raw) < _HEAD.size + _SUM.size or not raw.startswith(_MAGIC):
         return None
     _, format, count, base = _HEAD.unpack_from(raw)
     if format > FORMAT:
-        raise FormatError(f"{NAME} has format {format}, and this version knows {FORMAT}")
+        raise FormatError(f"{name} has format {format}, and this version knows {FORMAT}")
     body = raw[: -_SUM.size]
     if _SUM.unpack(raw[-_SUM.size :])[0] != checksum(body):
         return None
@@ -112,7 +112,7 @@ def _read_file(folder: Folder, name: str) -> FolderGenerations | None:
     except FileNotFoundError:
         return None
     try:
-        return decode(folder.disk.read(fd, _MOST_BYTES, 0))
+        return decode(folder.disk.read(fd, _MOST_BYTES, 0), name)
     finally:
         os.close(fd)
 

@@ -232,7 +232,7 @@ class _ValkeyClient:
                 return ""
         except self._glide.GlideError:  # the user may not ask, or there is a proxy: nothing is known
             return ""
-        return "no replica has acknowledged it: a failover now would undo it"
+        return "no replica has acknowledged it, and a failover now may undo it"
 
     def _cluster_info(self) -> str:
         """What the server states of its cluster; "" where the user may not know."""
