@@ -14,7 +14,10 @@ from kvserver.protocol import ConfigError
 
 
 def make_tier(url: TierUrl, region: HostRegion, page_bytes: int, folder: str = "") -> StorageTier:
-    """The tier, opening. `folder`: of this machine, where a tier that daemons share keeps what must outlast the process. ConfigError if the URL names nothing that can be, or a package is missing."""
+    """The tier, opening. ConfigError if the URL names nothing that can be, or a package is missing.
+
+    `folder`: where a tier that daemons share keeps what must outlast the process; "" if there is none.
+    """
     if url.kind == "file":
         return make_file_tier(url, region, page_bytes)
     if url.kind in ("s3", "valkey", "mooncake"):

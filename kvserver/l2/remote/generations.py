@@ -6,8 +6,8 @@ looked for nor deleted: no name leads to them any more, and the store's expiry r
 later other daemons stop serving what was cleared.
 
 Ids only grow. Where the store has a lower id than was seen, or none, it went back in time, or two daemons cleared at once. Then a
-higher one is written: the lower one may be that of objects that were cleared, and the one seen may be that of objects which a daemon that
-never saw it has cleared since. So all daemons come to the same id, and nothing that was cleared returns.
+higher one is written. The lower one is not believed, since objects under it may have been cleared. Nor is the one seen: a daemon that
+never saw it may have cleared its objects since. So all daemons come to the same id, and nothing that was cleared returns.
 
 Owns: the cached ids, and the clears that are not in the store yet: until they are, no generation of the scope is known, so
 nothing of it is read or written. Any thread may use it; `of` and `write` do I/O in their thread.
@@ -32,7 +32,7 @@ _GENERATION_BYTES = 8  # as in a record's header
 class Generations:
     def __init__(self, names: Names, highest: HighestIds) -> None:
         self._names, self._highest = names, highest
-        self._writing = threading.Lock()  # one lane writes, or its id would be lower than another lane's
+        self._writing = threading.Lock()  # one lane writes: of two ids at once the lower one would not be believed
         self._lock = threading.Lock()  # never kept during I/O: the loop needs it
         self._ids: dict[bytes, tuple[bytes, int]] = {}  # by scope: the id, and when it expires, in ns
         self._unwritten: dict[bytes, int] = {}  # scopes that were cleared, and the number of the clear

@@ -38,7 +38,7 @@ def id_of(value: bytes | None) -> bytes:
 
 
 def new_id(above: bytes) -> bytes:
-    """An id that nobody else has, with the next number."""
+    """An id of its own, with the next number."""
     return (_number(above) + 1).to_bytes(_NUMBER_BYTES, "big") + os.urandom(_RANDOM_BYTES)
 
 

@@ -253,7 +253,7 @@ def test_a_daemon_that_restarts_beside_a_valkey_of_a_snapshot_does_not_find_what
         assert worker.ask(AwaitFill(worker.lookup_message(keys), 10_000), LookupReply).hit_chunks == 0
 
 
-def test_a_clear_that_no_replica_has_says_so(valkey: ValkeyStore, tmp_path: Path) -> None:
+def test_a_clear_that_no_replica_has_is_done_with_a_warning(valkey: ValkeyStore, tmp_path: Path) -> None:
     (tmp_path / "replica").mkdir()
     replica, proxy = ValkeyStore(tmp_path / "replica"), SlowProxy(valkey.port)
     daemon = TierDaemon(valkey.url_of("p"))
