@@ -95,11 +95,11 @@ def test_cleared_kv_stays_so_for_all_daemons_once_one_of_them_has_seen_the_rollb
     assert one.read(2) is DONE
 
 
-def test_one_old_answer_brings_nothing_back(store: FaultyStore, make_member: Callable[..., Member]) -> None:
+def test_old_answers_bring_nothing_back(store: FaultyStore, make_member: Callable[..., Member]) -> None:
     one = make_member()
     one.stored(1)
     assert one.clear() is DONE
-    store.fail("old")
+    store.fail("old", "old", "old")  # ids, the object, and the ids that are read once more
     assert one.read(1) is MISSING
     assert one.read(1) is MISSING
 

@@ -148,8 +148,8 @@ MUTANTS = (
     ),
     Mutant(
         "a clear that failed is forgotten",
-        GENERATIONS, "Generations.write", "warning = client.write_id(name, id)",
-        "self._unwritten.pop(scope); warning = client.write_id(name, id)",
+        GENERATIONS, "Generations.write", "(value,) = client.read_ids([name])",
+        "self._unwritten.pop(scope); (value,) = client.read_ids([name])",
         (f"{REMOTE_FAULTS}::test_a_clear_whose_write_fails_keeps_the_scope_closed",),
     ),
     Mutant(
