@@ -114,7 +114,12 @@ def _make_l1(
 
 def _make_tiers(settings: Settings, region: HostRegion, page_bytes: int) -> list[ConfiguredTier]:
     """The tiers of L2, which open by themselves. ConfigError if one cannot be used with these settings."""
-    return [ConfiguredTier(make_tier(url, region, page_bytes), url) for url in parse_tiers(settings.l2)]
+    urls = parse_tiers(settings.l2)
+    folder = next((url.path for url in urls if url.kind == "file" and not url.read_only), "")
+    # Folders first: another daemon's is refused before anything is written to it.
+    folders_first = sorted(urls, key=lambda url: url.kind != "file")
+    tiers = {url.name: make_tier(url, region, page_bytes, folder) for url in folders_first}
+    return [ConfiguredTier(tiers[url.name], url) for url in urls]
 
 
 def _make_pages(configuration: Configuration, parts: Parts, server: Server, http_token: str) -> StatusPages:

@@ -27,7 +27,7 @@ class ObjectFailures:
         return name in self._failed
 
     def note(self, name: ObjectName, now_ns: int) -> int:
-        """A read failed; returns how many did, since the object was last read or written."""
+        """A read failed; returns how many did in a row."""
         failures = self._failed.get(name, (0, 0))[0] + 1
         seconds = FIRST_SECONDS * 2 ** min(failures - 1, _MOST_DOUBLINGS)
         self._failed[name] = failures, now_ns + int(seconds * 1e9)
@@ -48,7 +48,7 @@ class ObjectFailures:
         self._in_a_row.clear()
 
     def forget(self, name: ObjectName) -> None:
-        """It was read, written or dropped."""
+        """It was read, dropped or lies elsewhere."""
         self._failed.pop(name, None)
 
     def shown(self, found: int, namespace: bytes, group: int, keys: bytes, now_ns: int) -> int:

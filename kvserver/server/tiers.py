@@ -107,6 +107,8 @@ class Tiers:
                 left -= 1
                 if end.outcome is not TierOutcome.DONE:
                     failures.append(f"{name}: {end.outcome.value} {end.what}".strip())
+                elif end.what:
+                    log.warning("L2 tier %s: a clear is done, but %s", name, end.what)
                 if not left:
                     done("; ".join(failures))
 

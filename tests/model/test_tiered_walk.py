@@ -174,9 +174,9 @@ class TieredWalk(Walk):
         self.world.recover()
 
     def forget(self) -> None:
-        """Or mix up."""
+        """Or mix up, or have ids that were replaced."""
         store = self.world.storage.store
-        self.rng.choice([store.forget_ids, store.mix_up, lambda: store.forget(0.5)])()
+        self.rng.choice([store.forget_ids, store.go_back, store.mix_up, lambda: store.forget(0.5)])()
 
     def flip(self) -> None:
         self.counts["flips"] += 1

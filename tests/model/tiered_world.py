@@ -97,7 +97,7 @@ class Storage:
         """Copy the folder as it is now, in which the next daemon begins. The end of the old one changes only its own."""
         copied = self.folder.with_name(f"{self.folder.name}+")
         copied.mkdir(0o700)
-        for name in ("generations", "journal", "data"):
+        for name in ("ids-valkey", "generations", "generations.copy", "journal", "data"):
             with contextlib.suppress(FileNotFoundError):  # it was opening
                 shutil.copy(self.folder / name, copied / name)
         self.folder = copied
@@ -159,7 +159,7 @@ class TieredWorld(World):
             [f"file://{self.storage.folder}?size={self.storage.size}&timeout=10s", "valkey://store/p?timeout=500ms"]
         )
         self.file = make_file_tier(file, l1, PAGE_BYTES, self.disk)
-        self.remote = RemoteTier(remote, "p", l1, PAGE_BYTES, self.storage.store.connect, _LANES)
+        self.remote = RemoteTier(remote, "p", l1, PAGE_BYTES, self.storage.store.connect, _LANES, folder=file.path)
         configured = [ConfiguredTier(self.file, file), ConfiguredTier(self.remote, remote)]
         self.storage.daemons += 1
         return configured[::-1] if self.storage.daemons % 2 == self.storage.shared_first else configured

@@ -9,6 +9,10 @@ REMOTE_PARTS, LANE_TESTS = ("unit/l2/test_remote_parts.py",), ("unit/l2/test_lan
 REMOTE_FAULTS = "unit/l2/test_remote_faults.py"
 LANES = "kvserver/l2/remote/lanes.py"
 GENERATIONS = "kvserver/l2/remote/generations.py"
+IDS = "kvserver/l2/remote/ids.py"
+FILE_GENERATIONS = "kvserver/l2/files/generations.py"
+OLDER_FILE = "issues/test_an_older_file_of_generations_brought_cleared_kv_back.py"
+OLDER_STORE = "issues/test_cleared_kv_returned_with_an_older_store.py"
 STORE_WORK = "kvserver/l2/remote/work.py"
 REMOTE_TIER = "kvserver/l2/remote/tier.py"
 EXISTENCE = "kvserver/l2/remote/existence.py"
@@ -29,8 +33,21 @@ MUTANTS = (
     # ---- files/generations.py -----------------------------------------------------------------------
     Mutant(
         "a clear's generation returns",
-        "kvserver/l2/files/generations.py", "_new_generation", "secrets.randbits(63) + 1", "5",
+        FILE_GENERATIONS, "_new_generation", "last + 1 + secrets.randbits(32 if last else 62)", "5",
         (FILES_CLEAR,),
+    ),
+    Mutant(
+        "generations of the file tier do not grow",
+        FILE_GENERATIONS, "FolderGenerations.clear", "_new_generation(self.last)", "_new_generation()",
+        (f"{OLDER_FILE}::test_generations_only_grow",),
+    ),
+    Mutant(
+        "an older file of generations counts",
+        FILE_GENERATIONS, "read", "max(whole, key", "min(whole, key", (OLDER_FILE,),
+    ),
+    Mutant(
+        "a file of generations has no copy",
+        FILE_GENERATIONS, "write", "for name in (NAME, COPY):", "for name in (NAME,):", (OLDER_FILE,),
     ),
     # ---- files/gets.py ------------------------------------------------------------------------------
     Mutant(
@@ -126,14 +143,48 @@ MUTANTS = (
     # ---- remote/generations.py ----------------------------------------------------------------------
     Mutant(
         "a lost id of a scope is replaced by one that was used before",
-        GENERATIONS, "Generations.of", "value or client.create_id(name, os.urandom(_ID_BYTES))", "value or bytes(16)",
+        GENERATIONS, "Generations._ids_of", "value or client.create_id(name, new_id(least[scope]))", "value or bytes(16)",
         ("unit/l2/test_valkey.py::test_what_was_cleared_stays_so_when_the_server_loses_the_ids",),
     ),
     Mutant(
         "a clear that failed is forgotten",
-        GENERATIONS, "Generations.write", "client.write_id(self._names.of_id(scope), value)",
-        "self._unwritten.pop(scope); client.write_id(self._names.of_id(scope), value)",
+        GENERATIONS, "Generations.write", "(value,) = client.read_ids([name])",
+        "self._unwritten.pop(scope); (value,) = client.read_ids([name])",
         (f"{REMOTE_FAULTS}::test_a_clear_whose_write_fails_keeps_the_scope_closed",),
+    ),
+    Mutant(
+        "an id that was replaced is believed",
+        GENERATIONS, "Generations._ids_of", "if ids[scope] < self._highest.least(scope)", "if False", (OLDER_STORE,),
+    ),
+    Mutant(
+        "a clear's number is not above those that were seen",
+        GENERATIONS, "Generations.write", "max(id_of(value), self._highest.least(scope))", "id_of(value)",
+        (OLDER_STORE,),
+    ),
+    Mutant(
+        "a clear's number is not above the one of the store",
+        GENERATIONS, "Generations.write", "max(id_of(value), self._highest.least(scope))",
+        "self._highest.least(scope)",
+        (f"{OLDER_STORE}::test_a_clear_by_a_daemon_that_just_started_is_above_the_stores_id",),
+    ),
+    Mutant(
+        "ids that this daemon wrote are not remembered",
+        GENERATIONS, "Generations.write", "self._highest.raise_to({scope: id})", "pass", (OLDER_STORE,),
+    ),
+    Mutant(
+        "ids that another daemon wrote are not remembered",
+        GENERATIONS, "Generations._ids_of", "self._highest.raise_to(found)", "pass",
+        (f"{OLDER_STORE}::test_ids_that_another_daemon_wrote_are_remembered",),
+    ),
+    # ---- remote/ids.py ------------------------------------------------------------------------------
+    Mutant(
+        "the highest ids end with the process",
+        IDS, "HighestIds.raise_to", "if self._folder:", "if False:", (OLDER_STORE,),
+    ),
+    Mutant(
+        "an id that was dropped is believed again",
+        IDS, "HighestIds.raise_to", "max(kept.floor, _number(kept.ids.pop(scope)))", "_number(kept.ids.pop(scope)) * 0",
+        (OLDER_STORE,),
     ),
     # ---- remote/lanes.py ----------------------------------------------------------------------------
     Mutant(

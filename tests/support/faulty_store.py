@@ -34,6 +34,7 @@ class FaultyStore:
     def __init__(self, seed: int = 1) -> None:
         self.values: dict[str, bytes] = {}
         self.ids: dict[str, bytes] = {}
+        self._older_ids: dict[str, bytes] = {}  # those that were replaced or lost
         self.served = 0  # requests
         self.read_only = False  # writes are refused, as by a replica
         self._older: dict[str, bytes] = {}  # by name, a value that was replaced or removed
@@ -66,7 +67,13 @@ class FaultyStore:
 
     def forget_ids(self) -> None:
         with self._lock:
+            self._older_ids |= self.ids
             self.ids.clear()
+
+    def go_back(self) -> None:
+        """The ids are those that were replaced last, as in a store that was restored."""
+        with self._lock:
+            self.ids |= self._older_ids
 
     def mix_up(self) -> None:
         """Each object lies under the name of another one."""
@@ -125,13 +132,26 @@ class FaultyStore:
                 return b""
         return value
 
+    def read_id(self, name: str, fault: str) -> bytes | None:
+        """REQUIRES: inside request(). "old": one that was replaced, or lost."""
+        found = self.ids.get(name)
+        return {"nothing": None, "old": self._older_ids.get(name, found)}.get(fault, found)
+
+    def write_id(self, name: str, value: bytes) -> None:
+        """REQUIRES: inside request()."""
+        if name in self.ids:
+            self._older_ids[name] = self.ids[name]
+        self.ids[name] = value
+
     def write(self, name: str, value: bytes, fault: str) -> None:
         """REQUIRES: inside request()."""
         if name in self.values:
             self._older[name] = self.values[name]
         if fault == "torn":
             value = value[: len(value) // 2] + self._older.get(name, bytes(len(value)))[len(value) // 2 :]
-        if fault != "nothing":
+        if "/generations/" in name:  # a ping
+            self.ids[name] = value
+        elif fault != "nothing":
             self.values[name] = value
 
 
@@ -190,17 +210,18 @@ class FaultyClient:
 
     def read_ids(self, names: Sequence[str]) -> list[bytes | None]:
         with self._store.request() as fault:
-            return [None if fault == "nothing" else self._store.ids.get(name) for name in names]
+            return [self._store.read_id(name, fault) for name in names]
 
     def create_id(self, name: str, value: bytes) -> bytes:
         with self._store.request():
             self._store.refuse_writes()
             return self._store.ids.setdefault(name, value)
 
-    def write_id(self, name: str, value: bytes) -> None:
+    def write_id(self, name: str, value: bytes) -> str:
         with self._store.request():
             self._store.refuse_writes()
-            self._store.ids[name] = value
+            self._store.write_id(name, value)
+        return ""
 
     def close(self) -> None:
         pass

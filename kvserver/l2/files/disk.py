@@ -46,6 +46,17 @@ class Disk:
     def sync(self, fd: int) -> None:
         os.fsync(fd)
 
+    def replace_file(self, name: str, raw: bytes, folder: int) -> None:
+        """Write a file anew as a whole; durable when this returns. OSError: it has the old content or the new one."""
+        fd = self.open(f"{name}.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, folder)
+        try:
+            self.write(fd, raw, 0)
+            self.sync(fd)
+        finally:
+            os.close(fd)
+        self.replace(f"{name}.new", name, folder)
+        self.sync(folder)
+
     def replace(self, name: str, new_name: str, folder: int) -> None:
         """Rename, durably once `sync` of the folder returned."""
         os.replace(name, new_name, src_dir_fd=folder, dst_dir_fd=folder)

@@ -2,11 +2,14 @@
 
 Owns: the rule which generation a namespace has, and the file `generations`. A record, its journal entry and its name in the
 index have the generation of their namespace when they were written; those of another one are never found again.
-A generation is a random number: none returns, after a clear that a crash interrupted either.
+A generation only grows, by a random number: none returns, after a clear that a crash interrupted either.
+
+The file has a copy beside it, and the one with the greater last generation counts. So a file that was lost, damaged or replaced by an
+older one brings back nothing that was cleared, and loses nothing. That a folder as a whole was restored cannot be noticed.
 
 The file: magic, u32 format, u32 clears, u64 base, then for each clear u64 generation, u16 bytes, its prefix; last XXH3-64
-of all that. A later clear is a later one in the file. Without a file that is whole there is a new base, so nothing that
-was cleared comes back, and nothing else either.
+of all that. A later clear is a later one in the file. If neither file is whole there is a new base, so nothing that
+was cleared comes back, and nothing else either. Generations of format 1 are random ones, which do not grow.
 """
 
 from __future__ import annotations
@@ -18,8 +21,8 @@ import struct
 from kvserver._native import checksum
 from kvserver.l2.files.folder import Folder, FormatError
 
-NAME = "generations"
-FORMAT = 1
+NAME, COPY = "generations", "generations.copy"
+FORMAT = 2
 MOST_CLEARS = 4096
 _MAGIC = b"KVSL2GEN"
 _HEAD = struct.Struct("<8sIIQ")
@@ -29,8 +32,9 @@ _MOST_BYTES = 1 << 20
 _MOST_CACHED = 4096
 
 
-def _new_generation() -> int:
-    return secrets.randbits(63) + 1
+def _new_generation(last: int = 0) -> int:
+    """Above the last one of all; far enough that two folders which begin with one last generation go on with others."""
+    return last + 1 + secrets.randbits(32 if last else 62)
 
 
 class FolderGenerations:
@@ -40,6 +44,11 @@ class FolderGenerations:
         self._base = base or _new_generation()
         self._clears = clears or {}  # by prefix, the last one last
         self._known: dict[bytes, int] = {}
+
+    @property
+    def last(self) -> int:
+        """The greatest generation of all so far."""
+        return max(self._base, *self._clears.values()) if self._clears else self._base
 
     def of(self, namespace: bytes) -> int:
         """The generation of the last clear whose prefix the namespace has, else the base."""
@@ -54,11 +63,12 @@ class FolderGenerations:
     def clear(self, prefix: bytes) -> None:
         """All namespaces with this prefix get a new generation; of too many clears, all namespaces."""
         self._known.clear()
+        new = _new_generation(self.last)
         self._clears = {other: number for other, number in self._clears.items() if not other.startswith(prefix)}
         if prefix and len(self._clears) < MOST_CLEARS:
-            self._clears[prefix] = _new_generation()
+            self._clears[prefix] = new
         else:
-            self._base, self._clears = _new_generation(), {}
+            self._base, self._clears = new, {}
 
     def encode(self) -> bytes:
         parts = [_HEAD.pack(_MAGIC, FORMAT, len(self._clears), self._base)]
@@ -67,13 +77,13 @@ class FolderGenerations:
         return raw + _SUM.pack(checksum(raw))
 
 
-def decode(raw: bytes) -> FolderGenerations | None:
+def decode(raw: bytes, name: str = NAME) -> FolderGenerations | None:
     """None if the file is not whole. FormatError if it is of a later version."""
     if len(raw) < _HEAD.size + _SUM.size or not raw.startswith(_MAGIC):
         return None
     _, format, count, base = _HEAD.unpack_from(raw)
     if format > FORMAT:
-        raise FormatError(f"{NAME} has format {format}, and this version knows {FORMAT}")
+        raise FormatError(f"{name} has format {format}, and this version knows {FORMAT}")
     body = raw[: -_SUM.size]
     if _SUM.unpack(raw[-_SUM.size :])[0] != checksum(body):
         return None
@@ -87,25 +97,27 @@ def decode(raw: bytes) -> FolderGenerations | None:
 
 
 def read(folder: Folder) -> tuple[FolderGenerations, bool]:
-    """The generations, and whether they are those of a file that was whole."""
-    try:
-        fd = folder.open_file(NAME, os.O_RDONLY)
-    except FileNotFoundError:
+    """The last generations of a file that is whole, and whether both files have them."""
+    files = [_read_file(folder, name) for name in (NAME, COPY)]
+    whole = [found for found in files if found is not None]
+    if not whole:
         return FolderGenerations(), False
+    found = max(whole, key=lambda found: found.last)
+    return found, [each.last for each in whole] == [found.last] * len(files)
+
+
+def _read_file(folder: Folder, name: str) -> FolderGenerations | None:
     try:
-        found = decode(folder.disk.read(fd, _MOST_BYTES, 0))
+        fd = folder.open_file(name, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        return decode(folder.disk.read(fd, _MOST_BYTES, 0), name)
     finally:
         os.close(fd)
-    return found or FolderGenerations(), found is not None
 
 
 def write(folder: Folder, raw: bytes) -> None:
-    """Replace the file; durable when this returns. OSError if it may not be."""
-    fd = folder.open_file(f"{NAME}.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    try:
-        folder.disk.write(fd, raw, 0)
-        folder.disk.sync(fd)
-    finally:
-        os.close(fd)
-    folder.disk.replace(f"{NAME}.new", NAME, folder.fd)
-    folder.disk.sync(folder.fd)
+    """Replace both files; durable when this returns. OSError if they may not be."""
+    for name in (NAME, COPY):
+        folder.disk.replace_file(name, raw, folder.fd)

@@ -1,9 +1,13 @@
 """Which generation of a namespace's objects counts: what makes a clear effective for every daemon that shares the store.
 
-Every scope (everything, a namespace, an epoch, a LoRA) has a random id in the store; the digest of a namespace's ids is its
-generation, and part of every name and header. A clear writes a new id. The old objects are neither looked for nor deleted: no name leads
-to them any more, and the store's expiry removes them. Ids are cached for IDS_SECONDS: so much later other daemons stop serving
-what was cleared. An id that the store has lost is made anew at random, so that nothing comes back.
+Every scope (everything, a namespace, an epoch, a LoRA) has an id in the store (`ids`); the digest of a namespace's ids is its
+generation, and part of every name and header. A clear writes an id with a number above any read or seen. The old objects are neither
+looked for nor deleted: no name leads to them any more, and the store's expiry removes them. Ids are cached for IDS_SECONDS: so much
+later other daemons stop serving what was cleared.
+
+Ids only grow. Where the store has a lower id than was seen, or none, it went back in time, or two daemons cleared at once. Then a
+higher one is written. The lower one is not believed, since objects under it may have been cleared. Nor is the one seen: a daemon that
+never saw it may have cleared its objects since. So all daemons come to the same id, and nothing that was cleared returns.
 
 Owns: the cached ids, and the clears that are not in the store yet: until they are, no generation of the scope is known, so
 nothing of it is read or written. Any thread may use it; `of` and `write` do I/O in their thread.
@@ -12,26 +16,32 @@ nothing of it is read or written. Any thread may use it; `of` and `write` do I/O
 from __future__ import annotations
 
 import hashlib
-import os
 import threading
 import time
+from collections.abc import Sequence
 
+from kvserver.l2.remote.ids import HighestIds, id_of, meaning_of, new_id
 from kvserver.l2.remote.names import Names, scopes_of
-from kvserver.l2.remote.store import StoreClient
+from kvserver.l2.remote.store import StoreClient, StoreRefused
 
 IDS_SECONDS = 5.0
 _MOST_IDS = 4096
-_ID_BYTES = 16
 _GENERATION_BYTES = 8  # as in a record's header
 
 
+class NoGeneration(StoreRefused):
+    """The store lacks an id, and does not take one."""
+
+
 class Generations:
-    def __init__(self, names: Names) -> None:
-        self._names = names
-        self._lock = threading.Lock()
+    def __init__(self, names: Names, highest: HighestIds) -> None:
+        self._names, self._highest = names, highest
+        self._writing = threading.Lock()  # one lane writes: of two ids at once the lower one would not be believed
+        self._lock = threading.Lock()  # never kept during I/O: the loop needs it
         self._ids: dict[bytes, tuple[bytes, int]] = {}  # by scope: the id, and when it expires, in ns
         self._unwritten: dict[bytes, int] = {}  # scopes that were cleared, and the number of the clear
         self._clears = 0
+        self._warnings: dict[bytes, str] = {}  # by scope: why the id written last may be lost
         self._seen: dict[bytes, int] = {}  # by namespace: the generation that of() returned last
         self._changed: list[bytes] = []
 
@@ -50,37 +60,74 @@ class Generations:
 
     def write(self, client: StoreClient, scope: bytes) -> None:
         """Put a new id of a cleared scope into the store; StoreError if it may not be there."""
-        with self._lock:
-            clear = self._unwritten.get(scope)
-        if clear is None:
+        if scope not in self._unwritten:
             return
-        # Never the same id twice: an attempt that timed out may arrive late, after another daemon's clear.
-        value, now_ns = os.urandom(_ID_BYTES), time.monotonic_ns()
-        client.write_id(self._names.of_id(scope), value)
+        with self._writing:
+            with self._lock:
+                clear = self._unwritten.get(scope)
+            if clear is None:
+                return
+            name = self._names.of_id(scope)
+            (value,) = client.read_ids([name])
+            # Never the same id twice: an attempt that timed out may arrive late, after another daemon's clear.
+            id, now_ns = new_id(max(id_of(value), self._highest.least(scope))), time.monotonic_ns()
+            try:
+                warning = client.write_id(name, id)
+            except StoreRefused as error:
+                raise NoGeneration(str(error)) from None
+            self._highest.raise_to({scope: id})
+            with self._lock:
+                self._warnings.pop(scope, None)
+                if warning and len(self._warnings) < _MOST_IDS:
+                    self._warnings[scope] = warning
+                if self._unwritten.get(scope) == clear:
+                    del self._unwritten[scope]
+                    self._ids[scope] = id, now_ns + int(IDS_SECONDS * 1e9)
+
+    def warning(self, scope: bytes) -> str:
+        """Why the store may lose the last clear of the scope; "" if that is not known."""
         with self._lock:
-            if self._unwritten.get(scope) == clear:
-                del self._unwritten[scope]
-                self._ids[scope] = value, now_ns + int(IDS_SECONDS * 1e9)
+            return self._warnings.get(scope, "")
 
     def of(self, client: StoreClient, namespace: bytes) -> int:
         """The generation of a namespace, as old as IDS_SECONDS at most. StoreError if it cannot be found out."""
         scopes = scopes_of(namespace)
+        while (ids := self._ids_of(client, scopes)) is None:
+            pass  # once more for each id of the store that is not believed
+        digest = hashlib.sha256(b"".join(meaning_of(id) for id in ids)).digest()
+        generation = int.from_bytes(digest[:_GENERATION_BYTES], "big")
+        self._notice(namespace, generation)
+        return generation
+
+    def of_reader(self, client: StoreClient, namespace: bytes) -> int | None:
+        """The same; None: an id is missing or not believed and the store takes none, so nothing there can be of the namespace."""
+        try:
+            return self.of(client, namespace)
+        except NoGeneration:
+            return None
+
+    def _ids_of(self, client: StoreClient, scopes: Sequence[bytes]) -> list[bytes] | None:
+        """The ids of scopes; None: look again, a higher one than the store's is known or about to be written."""
         for scope in scopes:
             self.write(client, scope)
         now_ns = time.monotonic_ns()
         with self._lock:
             clears = self._clears
             ids = {scope: self._ids[scope][0] for scope in scopes if self._ids.get(scope, (b"", 0))[1] > now_ns}
-        wanted = [scope for scope in scopes if scope not in ids]
-        if wanted:
-            names = [self._names.of_id(scope) for scope in wanted]
-            for scope, name, value in zip(wanted, names, client.read_ids(names), strict=True):
-                ids[scope] = value or client.create_id(name, os.urandom(_ID_BYTES))
-            self._remember({scope: ids[scope] for scope in wanted}, now_ns, clears)
-        digest = hashlib.sha256(b"".join(ids[scope] for scope in scopes)).digest()
-        generation = int.from_bytes(digest[:_GENERATION_BYTES], "big")
-        self._notice(namespace, generation)
-        return generation
+        least = {scope: self._highest.least(scope) for scope in scopes if scope not in ids}
+        if least:
+            names = [self._names.of_id(scope) for scope in least]
+            for scope, name, value in zip(least, names, client.read_ids(names), strict=True):
+                ids[scope] = id_of(value or self._created(client, name, least[scope]))
+            if replaced := [scope for scope in least if ids[scope] < self._highest.least(scope)]:
+                for scope in replaced:
+                    if self._highest.least(scope) == least[scope]:  # else another lane has found a higher one
+                        self.clear(scope)
+                return None
+            found = {scope: ids[scope] for scope in least}
+            self._highest.raise_to(found)
+            self._remember(found, now_ns, clears)
+        return [ids[scope] for scope in scopes]
 
     def reads(self, client: StoreClient) -> bool:
         """Whether the store has the id of everything. StoreError unless it answers."""
@@ -88,7 +135,13 @@ class Generations:
 
     def create(self, client: StoreClient) -> None:
         """Make the id of everything, unless there is one."""
-        client.create_id(self._names.of_id(b""), os.urandom(_ID_BYTES))
+        self._created(client, self._names.of_id(b""), self._highest.least(b""))
+
+    def _created(self, client: StoreClient, name: str, above: bytes) -> bytes:
+        try:
+            return client.create_id(name, new_id(above))
+        except StoreRefused as error:
+            raise NoGeneration(str(error)) from None
 
     def _notice(self, namespace: bytes, generation: int) -> None:
         with self._lock:

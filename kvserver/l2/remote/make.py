@@ -22,10 +22,10 @@ LANES = {
 _BUNDLE_BYTES = dict.fromkeys(LANES, BUNDLE_BYTES) | {"mooncake": 32 << 20}
 
 
-def make_remote_tier(url: TierUrl, region: HostRegion, page_bytes: int) -> RemoteTier:
+def make_remote_tier(url: TierUrl, region: HostRegion, page_bytes: int, folder: str = "") -> RemoteTier:
     """The tier, opening: its lanes connect. ConfigError as of store_of()."""
     prefix, connect = store_of(url)
-    return RemoteTier(url, prefix, region, page_bytes, connect, LANES[url.kind], _BUNDLE_BYTES[url.kind])
+    return RemoteTier(url, prefix, region, page_bytes, connect, LANES[url.kind], _BUNDLE_BYTES[url.kind], folder)
 
 
 def why_not_served(url: TierUrl) -> str:

@@ -181,8 +181,9 @@ class _MooncakeClient:
             raise StoreError("an id is missing as soon as it was written")
         return present
 
-    def write_id(self, name: str, value: bytes) -> None:
+    def write_id(self, name: str, value: bytes) -> str:
         self._retry("write_id", name, value)
+        return ""
 
     def close(self) -> None:
         """Nothing is written to the buffer when this returns."""

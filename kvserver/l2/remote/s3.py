@@ -162,8 +162,9 @@ class _S3Client:
         (present,) = self.read_ids([name])
         return present or value
 
-    def write_id(self, name: str, value: bytes) -> None:
+    def write_id(self, name: str, value: bytes) -> str:
         self._try(lambda: self._obstore.put(self._store, name, value))
+        return ""
 
     def close(self) -> None:
         self._loop.close()

@@ -23,8 +23,10 @@ from kvserver.l2.failures import ObjectFailures
 from kvserver.l2.remote.breaker import StoreBreaker
 from kvserver.l2.remote.existence import Existence
 from kvserver.l2.remote.generations import Generations
+from kvserver.l2.remote.ids import HighestIds
 from kvserver.l2.remote.lanes import BUNDLE_BYTES, Lanes, RunJobs, alone
 from kvserver.l2.remote.names import Names, scope_of
+from kvserver.l2.remote.read_only import reading
 from kvserver.l2.remote.store import ConnectStore
 from kvserver.l2.remote.work import Result, StoreObject, StoreWork, TierJob, failure, overdue
 from kvserver.protocol import KEY_BYTES
@@ -63,12 +65,14 @@ class RemoteTier:
         connect: ConnectStore,
         lanes: int,
         bundle_bytes: int = BUNDLE_BYTES,
+        folder: str = "",
     ) -> None:
+        """`folder`: where the highest ids of generations are kept; "": in memory."""
         self.name, self.kind, self.url = url.name, url.kind, url.shown
         self._read_only, self._required = url.read_only, url.required
         self._control_ns = int(max(_LEAST_CONTROL_SECONDS, url.timeout_seconds) * 1e9)
         names = Names(prefix, RECORD_FORMAT)
-        self._generations = Generations(names)
+        self._generations = Generations(names, HighestIds(folder, f"ids-{url.name}"))
         self._work = StoreWork(names, self._generations, region, page_bytes, url.read_only)
         self._existence = Existence()
         self._failures = ObjectFailures()
@@ -83,6 +87,7 @@ class RemoteTier:
         self._opening = True
         self._closed = ""
         self._last_failure = self._last_refusal = ""  # of reads, of writes
+        connect = reading(connect) if url.read_only else connect
         self._lanes = Lanes[Result](f"l2-{self.name}", lanes, connect, overdue, failure, bundle_bytes)
         self._ping()
 
@@ -287,7 +292,7 @@ class RemoteTier:
     # ---- results --------------------------------------------------------------------------------------
 
     def _apply(self, ticket: _Ticket, job: TierJob, result: Result) -> Result:
-        if ticket.kind in ("put", "get") and not ticket.void:
+        if ticket.kind == "get" and not ticket.void:
             self._remember(ticket, job, result)
         if ticket.kind == "ping":
             self._opening = False
@@ -339,11 +344,11 @@ class RemoteTier:
                 self._lanes.end_all(Result(TierOutcome.UNAVAILABLE, what=why))
 
     def _remember(self, ticket: _Ticket, job: TierJob, result: Result) -> None:
-        """An object that cannot be read is not promised for a while, and the next put of it is written."""
+        """An object that cannot be read is not promised for a while. A put of it is written, and proves nothing."""
         assert ticket.name is not None
-        if result.outcome is TierOutcome.DONE and (ticket.kind == "get" or result.bytes):
+        if result.outcome is TierOutcome.DONE:
             self._failures.forget(ticket.name)
-        elif ticket.kind == "get" and job.began_ns and result.outcome in _UNREAD:
+        elif job.began_ns and result.outcome in _UNREAD:
             self._failures.note(ticket.name, job.ended_ns)
 
     def _watch_corruption(self, outcome: TierOutcome) -> None:

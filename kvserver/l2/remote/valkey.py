@@ -31,6 +31,8 @@ _LARGEST_VALUE = "proto-max-bulk-len"
 _MOST_VALUE_BYTES = 512 << 20  # that, by default
 _MOST_QUESTIONS = 512
 _NO_PRIMARY = "No primary node found"  # the server is a replica, from which a client that is to write does not read
+_MOST_WAIT_MS = 1000  # for a replica
+_ANSWERED = ("signalled by the server", "not allowed in read-only mode")  # the second one by a client of a replica
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _MOST_EXPIRY_SECONDS = 10 * 365 * 86400
 
@@ -128,6 +130,8 @@ class _ValkeyClient:
         glide: Any = glide_sync
         self._glide = glide
         self.most_value_bytes = _MOST_VALUE_BYTES
+        self._is_cluster = url.cluster
+        self._wait_ms = max(1, min(_MOST_WAIT_MS, url.timeout_ms // 2))
         self._expiry_seconds = url.expiry_seconds
         self._expiry = glide.ExpirySet(glide.ExpiryType.SEC, url.expiry_seconds) if url.expiry_seconds else None
         credentials = (
@@ -221,8 +225,9 @@ class _ValkeyClient:
         previous = self._try(lambda: self._client.set(name, value, conditional_set=condition, return_old_value=True))
         return value if previous is None else bytes(previous)
 
-    def write_id(self, name: str, value: bytes) -> None:
+    def write_id(self, name: str, value: bytes) -> str:
         self._try(lambda: self._client.set(name, value))
+        return self._unacknowledged(name)
 
     def close(self) -> None:
         self._client.close()
@@ -232,6 +237,17 @@ class _ValkeyClient:
             return self._try(create)
         except StoreError as error:
             raise (_refused_certificate(url) if url.tls else None) or error from None
+
+    def _unacknowledged(self, name: str) -> str:
+        """Whether the server has replicas, none of which has what was written last."""
+        route = [self._glide.SlotKeyRoute(self._glide.SlotType.PRIMARY, name)] if self._is_cluster else []
+        try:
+            found: bytes = self._client.info([self._glide.InfoSection.REPLICATION], *route)
+            if b"\nslave0:" not in found or self._client.wait(1, self._wait_ms, *route):
+                return ""
+        except self._glide.GlideError:  # the user may not ask, or there is a proxy: nothing is known
+            return ""
+        return "no replica has acknowledged it, and a failover now may undo it"
 
     def _cluster_info(self) -> str:
         """What the server states of its cluster; "" where the user may not know."""
@@ -270,6 +286,6 @@ class _ValkeyClient:
         kind = StoreError
         if isinstance(error, self._glide.ClosingError):
             kind = StoreClosed
-        elif "signalled by the server" in text:
+        elif any(words in text for words in _ANSWERED):
             kind = StoreRefused
         return kind(f"{type(error).__name__}: {text}")

@@ -145,7 +145,9 @@ class StoreWork:
     def get(self, jobs: Sequence[TierJob], lane: Lane) -> dict[TierJob, Result]:
         """REQUIRES: each is of a StoreObject, all of one namespace."""
         client, namespace = lane.client, jobs[0].item.name.namespace
-        generation = self._generations.of(client, namespace)
+        generation = self._generations.of_reader(client, namespace)
+        if generation is None:
+            return {job: _read(job.item, None, False) for job in jobs}
         records = [self._record(job.item, generation) for job in jobs]
         where = self._where(jobs, generation)
         found = client.get(where, lane.buffer.views([record.packed_bytes for record in records]))
@@ -161,14 +163,16 @@ class StoreWork:
         useless = (RecordMatch.CORRUPT, RecordMatch.OTHER)
         if wrong := [place for job, place in zip(jobs, where, strict=True) if matches.get(job) in useless]:
             self._remove(lane, wrong)  # a store may keep it, else, when the right one is put
-        changed = self._generations.of(client, namespace) != generation
+        changed = self._generations.of_reader(client, namespace) != generation
         return of_one_command({job: _read(job.item, match, changed) for job, match in matches.items()})
 
     def probe(self, job: TierJob, lane: Lane, names: Sequence[ObjectName], chain: bool) -> Result:
         """REQUIRES: all names are of one namespace. Of a chain what is behind the first absent object counts as absent, too."""
         client = lane.client
-        generation = self._generations.of(client, names[0].namespace)
+        generation = self._generations.of_reader(client, names[0].namespace)
 
+        if generation is None:
+            return answer(TierOutcome.DONE, exists=[(name, False) for name in names])
         unknown: dict[ObjectName, StoreError] = {}
 
         def exist(places: Sequence[int]) -> list[bool]:
@@ -205,7 +209,7 @@ class StoreWork:
 
     def clear(self, lane: Lane, scope: bytes) -> Result:
         self._generations.write(lane.client, scope)
-        return answer(TierOutcome.DONE)
+        return answer(TierOutcome.DONE, what=self._generations.warning(scope))
 
     def ping(self, lane: Lane) -> Result:
         """Whether the store answers, and unless the tier is read-only whether it takes writes."""

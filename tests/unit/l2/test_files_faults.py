@@ -332,24 +332,28 @@ class TestFiles:
             flip(folder / "data", at, 1 << at % 8)
             rig.close()
 
-    def test_a_bit_in_the_generations_loses_all_and_brings_nothing_back(self, make_rig: MakeRig, folder: Path) -> None:
+    def test_a_bit_in_both_files_of_generations_loses_all_and_brings_nothing_back(
+        self, make_rig: MakeRig, folder: Path
+    ) -> None:
         rig = filled(make_rig())
         assert rig.clear(NAMESPACE) is DONE
         rig.put(name_of(20), *SIZES)
         rig.close()
         whole = (folder / "generations").read_bytes()
         for at in range(len(whole)):
-            (folder / "generations").write_bytes(whole)
-            flip(folder / "generations", at, 1 << at % 8)
+            for name in ("generations", "generations.copy"):
+                (folder / name).write_bytes(whole)
+                flip(folder / name, at, 1 << at % 8)
             rig = make_rig()
             assert rig.holds(*range(21)) == []
             assert rig.tier.state == "ready" or "format" in rig.tier.failure
             rig.close()
 
-    @pytest.mark.parametrize("name", ["journal", "generations", "data"])
+    @pytest.mark.parametrize("name", ["journal", "generations*", "data"])
     def test_a_file_that_is_not_there_is_an_empty_tier(self, make_rig: MakeRig, folder: Path, name: str) -> None:
         filled(make_rig()).close()
-        (folder / name).unlink()
+        for path in folder.glob(name):
+            path.unlink()
         rig = make_rig()
         assert rig.holds(*range(12)) == []
         rig.put(name_of(20), *SIZES)
@@ -376,14 +380,16 @@ class TestFiles:
         (tmp_path / "other/data").replace(folder / "data")
         assert make_rig().holds(*range(12)) == []
 
-    @pytest.mark.parametrize(("name", "at"), [("journal", 8), ("generations", 8), ("data", 8)])
+    @pytest.mark.parametrize(
+        ("name", "known"), [("journal", 1), ("generations", 2), ("generations.copy", 2), ("data", 1)]
+    )
     def test_files_of_a_later_version_are_left_as_they_are(
-        self, make_rig: MakeRig, folder: Path, name: str, at: int
+        self, make_rig: MakeRig, folder: Path, name: str, known: int
     ) -> None:
         filled(make_rig()).close()
         with (folder / name).open("r+b") as file:
-            file.seek(at)
-            file.write(struct.pack("<I", 2))
+            file.seek(8)
+            file.write(struct.pack("<I", known + 1))
         before = {path.name: path.read_bytes() for path in folder.iterdir()}
         if name == "data":
             with pytest.raises(ConfigError, match="its data file has format 2"):
@@ -391,7 +397,7 @@ class TestFiles:
         else:
             rig = make_rig()
             assert rig.tier.state == "closed"
-            assert f"{name} has format 2, and this version knows 1" in rig.tier.failure
+            assert f"{name} has format {known + 1}, and this version knows {known}" in rig.tier.failure
             assert rig.put(name_of(1), *SIZES) is rig.get(name_of(1), *SIZES) is UNAVAILABLE
             rig.close()
         assert {path.name: path.read_bytes() for path in folder.iterdir()} == before

@@ -1,0 +1,124 @@
+"""Ids of scopes in a shared store, and the highest one of each scope that this daemon has seen.
+
+An id is a number of 8 bytes, big-endian, then 16 random bytes; of two ids the greater one counts. Earlier versions wrote 16 random
+bytes: such an id has number 0. A store may go back in time: a snapshot, a lagging replica, a restored bucket. So an id below the
+highest one is never believed again, and the highest ones are kept in a folder of this machine where there is one.
+
+Owns: the form of ids, and the file. Refuses to know: what an id is of. Any thread may use it.
+
+The file: a msgpack map, then its XXH3-64. It is replaced and fsynced before an id that it did not have is used.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+import threading
+from collections.abc import Mapping
+
+import msgspec
+
+from kvserver._native import checksum
+from kvserver.l2.files.disk import Disk
+
+log = logging.getLogger(__name__)
+
+_NUMBER_BYTES, _RANDOM_BYTES = 8, 16
+_MOST_SCOPES = 1024
+_MOST_BYTES = 1 << 20
+_SUM = struct.Struct("<Q")
+
+
+def id_of(value: bytes | None) -> bytes:
+    """The id that a store has; less than all others if it has none."""
+    if value is None or len(value) == _NUMBER_BYTES + _RANDOM_BYTES:
+        return value or b""
+    return bytes(_NUMBER_BYTES) + value
+
+
+def new_id(above: bytes) -> bytes:
+    """An id of its own, with the next number."""
+    return (_number(above) + 1).to_bytes(_NUMBER_BYTES, "big") + os.urandom(_RANDOM_BYTES)
+
+
+def meaning_of(id: bytes) -> bytes:
+    """What a generation is a digest of. An id of an earlier version means what it did there: its objects stay."""
+    return id.removeprefix(bytes(_NUMBER_BYTES))
+
+
+def _number(id: bytes) -> int:
+    return int.from_bytes(id[:_NUMBER_BYTES], "big")
+
+
+class _Kept(msgspec.Struct):
+    floor: int = 0  # the greatest number that was dropped: no scope's id is below it
+    ids: dict[bytes, bytes] = {}  # by scope
+
+
+class HighestIds:
+    """`folder`: where the file is; "" if there is none, and then nothing outlasts the process."""
+
+    def __init__(self, folder: str, name: str) -> None:
+        self._folder, self._name = folder, name
+        self._disk = Disk()
+        self._lock = threading.Lock()
+        self._kept = self._read() if folder else _Kept()
+
+    def least(self, scope: bytes) -> bytes:
+        """No lower id of the scope is believed. Never waits for the disk."""
+        return self._kept.ids.get(scope) or self._kept.floor.to_bytes(_NUMBER_BYTES, "big")
+
+    def raise_to(self, ids: Mapping[bytes, bytes]) -> None:
+        """Remember those of them that are higher; on the disk, too, when this returns, unless that fails."""
+        with self._lock:
+            higher = {scope: id for scope, id in ids.items() if id > self._kept.ids.get(scope, b"")}
+            if not higher:
+                return
+            kept = _Kept(self._kept.floor, self._kept.ids | higher)
+            while len(kept.ids) > _MOST_SCOPES:
+                # The lowest one: most scopes were never cleared, and have number 1, so that the floor harms no other.
+                scope = min(kept.ids, key=lambda scope: kept.ids[scope])
+                kept.floor = max(kept.floor, _number(kept.ids.pop(scope)))
+            self._kept = kept
+            if self._folder:
+                self._write(msgspec.msgpack.encode(kept))
+
+    def _read(self) -> _Kept:
+        try:
+            folder = _open_folder(self._folder)
+            try:
+                fd = self._disk.open(self._name, os.O_RDONLY, folder)
+                try:
+                    raw = self._disk.read(fd, _MOST_BYTES, 0)
+                finally:
+                    os.close(fd)
+            finally:
+                os.close(folder)
+        except FileNotFoundError:
+            return _Kept()
+        except OSError as error:
+            log.warning("%s/%s cannot be read: %s", self._folder, self._name, error.strerror)
+            return _Kept()
+        body, found = raw[: -_SUM.size], raw[-_SUM.size :]
+        if found == _SUM.pack(checksum(body)):
+            return msgspec.msgpack.decode(body, type=_Kept)
+        log.warning("%s/%s is damaged: what it had is not known any more", self._folder, self._name)
+        return _Kept()
+
+    def _write(self, body: bytes) -> None:
+        try:
+            folder = _open_folder(self._folder)
+            try:
+                self._disk.replace_file(self._name, body + _SUM.pack(checksum(body)), folder)
+            finally:
+                os.close(folder)
+        except OSError as error:
+            log.warning(
+                "%s/%s cannot be written: %s; after a restart a store that goes back in time is not noticed",
+                self._folder, self._name, error.strerror,
+            )  # fmt: skip
+
+
+def _open_folder(path: str) -> int:
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
