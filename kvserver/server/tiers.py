@@ -63,7 +63,7 @@ class Tiers:
     def failure(self) -> str:
         """Why a tier that the settings require cannot be used; empty while all can."""
         for each in self.all:
-            if each.url.required and each.tier.failure:
+            if each.url.required and each.tier.state in ("closed", "unavailable"):
                 return f"the required tier {each.tier.name} of L2 is {each.tier.state}: {each.tier.failure}"
         return ""
 

@@ -6,6 +6,7 @@ Owns: the gets under way, and the count of corrupt records in a row.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from kvserver.l2.files.tickets import OUTCOMES, FileTickets
 
 log = logging.getLogger(__name__)
 
+_FAILURES_TO_DROP = 2
 MOST_CORRUPT = 8  # gets in a row, of records that this process wrote
 
 
@@ -68,6 +70,7 @@ class FileGets:
             return
         if outcome is FileOutcome.DONE:
             self._corrupt_in_a_row = 0
+            self._records.failures.forget(get.name)
             tickets.counts.hits += 1
             tickets.counts.read_bytes += moved
             tickets.counts.read_nanos += nanos
@@ -75,7 +78,18 @@ class FileGets:
             self._found_corrupt(get, what)
         else:
             tickets.counts.add_failure(outcome)
+            if outcome is FileOutcome.FAILED:
+                self._failed_to_read(get, what)
         tickets.end(ticket, OUTCOMES[outcome], what, moved if outcome is FileOutcome.DONE else 0, nanos)
+
+    def _failed_to_read(self, get: _Get, what: str) -> None:
+        """The disk failed at this object: it is not promised for a while, and once it failed twice not at all."""
+        if self._records.failures.note(get.name, time.monotonic_ns()) < _FAILURES_TO_DROP:
+            return
+        found = self._records.find(get.name)
+        if found is not None and found.extents == get.extents and self._records.writable:
+            log.warning("L2 tier %s: an object cannot be read and is dropped: %s", self._tickets.tier, what)
+            self._records.give_up(get.name)
 
     def _found_corrupt(self, get: _Get, what: str) -> None:
         self._tickets.counts.corrupt += 1

@@ -44,10 +44,13 @@ class FilePuts:
         records, meaning = self._records, meaning_of(memory)
         found = records.find(name)
         if found is not None:
-            if found.meaning == meaning:
+            if name in records.failures:
+                records.give_up(name)
+            elif found.meaning == meaning:
                 records.touch(name.namespace, name.group, name.key)
                 return self._tickets.end(ticket, TierOutcome.DONE)
-            records.remove(name)
+            else:
+                records.remove(name)
         generation = records.generation_of(name)
         record = self._l1.record(name, memory, generation)
         pages = records.pages_for(record)

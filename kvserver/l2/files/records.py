@@ -7,12 +7,14 @@ reads them and its drop is in the journal (`log_writer`). Refuses to know: ticke
 from __future__ import annotations
 
 import struct
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from kvserver._native import HostRegion, Record, checksum
 from kvserver.l2.base import Changed, ObjectMemory, ObjectName
+from kvserver.l2.failures import ObjectFailures
 from kvserver.l2.files.log_writer import LogWriter
 from kvserver.l2.files.opening import HEAD_PAGES, Opened
 from kvserver.l2.files.worker import FileWorker
@@ -41,6 +43,7 @@ class FileRecords:
         self._writer = (
             LogWriter(opened.table, opened.pool, opened.journal, worker, failed) if opened.journal is not None else None
         )
+        self.failures = ObjectFailures()
         self._reads = Counter[bytes]()  # under way, by extents
         self._read_and_freed: set[bytes] = set()  # extents that are freed after their reads
 
@@ -66,7 +69,8 @@ class FileRecords:
         return self.generations.of(name.namespace)
 
     def holds(self, namespace: bytes, group: int, keys: bytes) -> int:
-        return self._table.holds(namespace, self.generations.of(namespace), group, keys)
+        found = self._table.holds(namespace, self.generations.of(namespace), group, keys)
+        return self.failures.shown(found, namespace, group, keys, time.monotonic_ns())
 
     def touch(self, namespace: bytes, group: int, keys: bytes) -> None:
         self._table.touch(namespace, self.generations.of(namespace), group, keys)
@@ -86,6 +90,11 @@ class FileRecords:
         extents = self._table.remove(name.namespace, self.generation_of(name), name.group, name.key)
         if extents is not None:
             self._release(extents)
+            self._changed(False, name)
+
+    def give_up(self, name: ObjectName) -> None:
+        """Drop a record that cannot be read. No record gets its pages until a restart."""
+        if self._table.remove(name.namespace, self.generation_of(name), name.group, name.key) is not None:
             self._changed(False, name)
 
     def walk(self, at: int) -> tuple[int | None, Iterator[tuple[bytes, int, bytes]]]:
