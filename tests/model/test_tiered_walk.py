@@ -1,7 +1,7 @@
 """Random stores, fills, loads, clears, deaths and daemons that end, over L1, a file tier and a store that lies, byte for byte.
 
 As `test_random_walk`, with L2 behind L1: the daemon's own parts write to it and read from it, the files are real. Below the file tier
-calls hang and bits flip; the shared store hangs, fails, forgets, and returns other bytes than it was given.
+calls hang and bits flip; the shared store hangs, fails, forgets, goes back in time, and returns other bytes than it was given.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from msgspec import structs
 from support.faulty_store import FAULTS
 from support.memory import Geometry
 from support.properties import Dice, examples, walks
+
+from kvserver.l2.remote import generations
 
 from .engines import GEMMA, LLAMA, STATEFUL, WINDOWED, Engine, Model
 from .test_random_walk import Walk, needed
@@ -73,6 +75,7 @@ class TieredWalk(Walk):
             self.hang_disk: 2,
             self.go_on: 10,
             self.forget: 3,
+            self.go_back: 6,
             self.flip: 3,
             self.evict_l1: 8,
             self.end_daemon: 2,
@@ -174,9 +177,13 @@ class TieredWalk(Walk):
         self.world.recover()
 
     def forget(self) -> None:
-        """Or mix up, or have ids that were replaced."""
+        """Or mix up."""
         store = self.world.storage.store
-        self.rng.choice([store.forget_ids, store.go_back, store.mix_up, lambda: store.forget(0.5)])()
+        self.rng.choice([store.forget_ids, store.mix_up, lambda: store.forget(0.5)])()
+
+    def go_back(self) -> None:
+        self.counts["old ids"] += 1
+        self.world.storage.store.go_back()
 
     def flip(self) -> None:
         self.counts["flips"] += 1
@@ -206,8 +213,9 @@ class TieredWalk(Walk):
     ids=["small file tier", "one group", "several groups"],
 )  # fmt: skip
 def test_a_random_walk_over_l1_and_l2_agrees_with_a_plain_dict(
-    tmp_path: Path, models: dict[str, Model], pages: int, size: str
+    tmp_path: Path, models: dict[str, Model], pages: int, size: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(generations, "IDS_SECONDS", 0.05)  # ids that were replaced are met within a walk
     counts: Counter[str] = Counter()
 
     @given(steps=walks(300), shared_first=strategies.booleans())
@@ -238,4 +246,4 @@ def test_a_random_walk_over_l1_and_l2_agrees_with_a_plain_dict(
             walk()
     assert met(), counts
     assert min(counts[name] for name in ("stored", "loaded", "fills", "filled hits", "adopted")) > 20, counts
-    assert min(counts[name] for name in ("faults", "hangs", "flips", "daemons", "clears")) > 3, counts
+    assert min(counts[name] for name in ("faults", "hangs", "flips", "old ids", "daemons", "clears")) > 3, counts
