@@ -21,7 +21,7 @@ from kvserver.cache import POLICIES, Cache, PagePool, page_bytes_for
 from kvserver.config import Configuration, Placement, Settings, parse_shares, parse_tiers, read_token, set_up_logging
 from kvserver.copy import THIS_MACHINE, Devices, GpuRules, Hardware, chosen_l1, map_l1
 from kvserver.l2 import make_tier
-from kvserver.parts import Parts
+from kvserver.parts import Observability, Parts
 from kvserver.protocol import ConfigError
 from kvserver.routing import MatchPages
 from kvserver.server import ConfiguredTier, Endpoint, Lifelines, Server
@@ -30,6 +30,7 @@ from kvserver.web.pages import StatusPages
 
 log = logging.getLogger("kvserver")
 
+_KEPT_ALIVE_THROUGH = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # each would end the daemon, at its start too
 _LAST_WORDS_MS = 100  # for replies on their way to engines when a device is lost
 EXIT_DEVICE_LOST = 3  # a GPU failed for good: a new process may have better luck
 
@@ -41,19 +42,21 @@ def serve(configuration: Configuration, hardware: Hardware = THIS_MACHINE, drain
     """
     settings = configuration.settings
     set_up_logging(settings)
+    for number in _KEPT_ALIVE_THROUGH:
+        signal.signal(number, lambda _number, _frame: None)
     _raise_descriptor_limit()
     http_token = read_token(settings.http_token_file)
     chosen = chosen_l1(settings)
     endpoint = Endpoint(settings.endpoint)
     try:
         endpoint.bind()
-        lifelines = Lifelines(endpoint.fd_path, secrets.token_hex(16))
+        lifelines = Lifelines(endpoint.fd_file, secrets.token_hex(16))
         region, devices, cache, placement = _make_l1(settings, chosen, hardware)
         tiers = _make_tiers(settings, region, cache.pool.page_bytes)
         parts = Parts(settings, cache, devices, lifelines, placement, tiers=tiers)
-        server = parts.make_server(endpoint.router, stops_when_lost=True)
+        server = parts.make_server(endpoint, stops_when_lost=True)
         pages = _make_pages(configuration, parts, server, http_token)
-        _stop_on_signals(server)
+        _handle_signals(server, parts.observability)
         parts.observability.start(pages.families)
         pages.start()
         _freeze_garbage()
@@ -143,13 +146,22 @@ def _make_pages(configuration: Configuration, parts: Parts, server: Server, http
     return pages
 
 
-def _stop_on_signals(server: Server) -> None:
-    def on_signal(number: int, _frame: FrameType | None) -> None:
+def _handle_signals(server: Server, observability: Observability) -> None:
+    def stop(number: int, _frame: FrameType | None) -> None:
         log.info("%s: draining", signal.Signals(number).name)
         server.stop()
 
-    signal.signal(signal.SIGTERM, on_signal)
-    signal.signal(signal.SIGINT, on_signal)
+    def reopen(_number: int, _frame: FrameType | None) -> None:
+        observability.reopen_files()
+
+    def ignore(number: int, _frame: FrameType | None) -> None:
+        server.call(lambda: log.info("%s has no meaning here: ignored", signal.Signals(number).name))
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
+        signal.signal(number, stop)
+    signal.signal(signal.SIGHUP, reopen)
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, ignore)
 
 
 def _freeze_garbage() -> None:

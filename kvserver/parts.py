@@ -12,7 +12,6 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-import zmq
 from msgspec import UNSET
 from msgspec.structs import replace
 
@@ -39,6 +38,7 @@ from kvserver.server import (
     Ages,
     ConfiguredTier,
     Copies,
+    Endpoint,
     EngineReports,
     Fills,
     Handlers,
@@ -105,11 +105,11 @@ class Observability:
         self.hub = Hub(parse_size(settings.kv_events_memory), lambda event: self.observers.hand_over(event))
         boot_micros = time.time_ns() // 1000
         context = ObserverContext(settings, boot_id, boot_micros, self.hub.snapshot, self.hub.snapshot_of_tiers)
-        lines = make_lines(context)  # first: it may raise, and the others begin threads
+        self._lines = make_lines(context)  # first: it may raise, and the others begin threads
         self.publisher = make_publisher(context)  # None where no KV events are published
         self.index, self.feed = make_index(context), Feed(context)
         self.observers = Observers(
-            context, {"zmq": self.publisher, "lines": lines}, {"index": self.index, "feed": self.feed}
+            context, {"zmq": self.publisher, "lines": self._lines}, {"index": self.index, "feed": self.feed}
         )
         # Whether an engine's stores should describe the contents of their blocks:
         self.needs_contents = settings.kv_events == "on" or bool(
@@ -144,6 +144,12 @@ class Observability:
         ]
         published = publisher_families(self.publisher.status() if self.publisher is not None else PublisherStatus())
         return all_families(status, rpc, [*more, *published])
+
+    def reopen_files(self) -> None:
+        """Write to the files that have the settings' paths now, from the next line on. Also from a signal's handler."""
+        for writer in (self._lines, self.recorder):
+            if writer is not None:
+                writer.file.reopen()
 
     def start(self, read: Callable[[], list[Family]]) -> None:
         """`read` returns the present families, from any thread; it may be slow."""
@@ -245,8 +251,17 @@ class Parts:
             observability.feed,
         )
 
-    def make_server(self, router: zmq.Socket[bytes], stops_when_lost: bool = False) -> Server:
-        return Server(router, self.handlers, self.upkeep, self.lifelines, self.bus, self.status, stops_when_lost)
+    def make_server(self, endpoint: Endpoint, stops_when_lost: bool = False) -> Server:
+        return Server(
+            endpoint.router,
+            self.handlers,
+            self.upkeep,
+            self.lifelines,
+            self.bus,
+            self.status,
+            stops_when_lost,
+            lambda: endpoint.keep_bound() or self.lifelines.keep_bound(),
+        )
 
     def status(self, server: Server) -> DaemonStatus:
         """`/status`, but for what the pages know. From the loop's thread."""

@@ -1,4 +1,4 @@
-"""Settings, the sources of their values, and the choices that follow: L1's size and placement, and logs."""
+"""Settings, the sources of their values, and the choices that follow: L1's size and placement, socket files, and logs."""
 
 from kvserver.config.capacity import HUGE_PAGE_BYTES, available_memory, bytes_beside_l1, memory_limit
 from kvserver.config.http_token import bearer, read_token
@@ -15,6 +15,7 @@ from kvserver.config.settings import (
     parse_size,
 )
 from kvserver.config.shares import parse_shares
+from kvserver.config.socket_files import SocketFile
 from kvserver.config.sources import Configuration, add_flags, field_types, flag, read_configuration, variable
 from kvserver.config.tiers import TierUrl, parse_tiers
 from kvserver.config.urls import forms_of, passwords_in, split_url, without_user

@@ -1,5 +1,6 @@
-"""What happened in the server, as typed events, the bus that hands them to subscribers, and the runner of its queue."""
+"""What happened in the server, as typed events, the bus that hands them to subscribers, the runner of its queue, and the files that such threads write."""
 
+from kvserver.events.appended_file import AppendedFile
 from kvserver.events.bus import Bus, Subscriber
 from kvserver.events.runner import QUEUE_COST, Runner
 from kvserver.events.types import (

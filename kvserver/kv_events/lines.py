@@ -9,6 +9,7 @@ import json
 import time
 from typing import Any
 
+from kvserver.events import AppendedFile
 from kvserver.kv_events.types import (
     KVChunk,
     KVEvent,
@@ -30,17 +31,19 @@ class Lines:
 
     def __init__(self, path: str) -> None:
         try:
-            self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115, a line at a time
+            self.file = AppendedFile(path)
         except OSError as error:
             raise ConfigError(f"--kv-events-file {path}: {error}") from None
 
     def observe(self, event: KVEvent) -> None:
         wall = time.time() - (time.monotonic_ns() - event.time_ns) * 1e-9
         line = {"number": event.number, "time": round(wall, 6), **_fields(event)}
-        self._file.write(json.dumps(line) + "\n")
+        self.file.renew()
+        self.file.write(json.dumps(line).encode() + b"\n")
+        self.file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        self.file.close()
 
 
 def _fields(event: KVEvent) -> dict[str, Any]:

@@ -11,18 +11,14 @@ Owns: addresses, binding, the framing of vLLM's publisher. Refuses to know: what
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import re
-import socket as sockets
-import stat
 import time
 from dataclasses import dataclass
 
 import zmq
 
-from kvserver.config import parse_events_endpoint
+from kvserver.config import SocketFile, parse_events_endpoint
 from kvserver.kv_events.stream import Batch, Stream, fill
 from kvserver.kv_events.wire import batch
 
@@ -71,6 +67,7 @@ class StreamSockets:
         self._context, self._stream, self._number, self._urls = context, stream, number, urls
         self._pub: zmq.Socket[bytes] | None = None
         self._router: zmq.Socket[bytes] | None = None
+        self._files: list[tuple[zmq.Socket[bytes], SocketFile]] = []
         self._retry_at = 0.0
         self._replays: dict[bytes, _Replay] = {}
         self.endpoint = self.replay_endpoint = ""
@@ -83,8 +80,15 @@ class StreamSockets:
     # ---- binding --------------------------------------------------------------------------------
 
     def open(self, taken: set[str]) -> list[zmq.Socket[bytes]]:
-        """Bind, at most every few seconds. Returns the sockets that are newly bound. `taken`: addresses of other streams."""
-        if self._pub is not None or time.monotonic() < self._retry_at:
+        """Bind what is not bound, or no longer at its path, at most every few seconds. Returns the sockets that are new.
+
+        `taken`: addresses of other streams.
+        """
+        if time.monotonic() < self._retry_at:
+            return []
+        self._retry_at = time.monotonic() + RETRY_SECONDS
+        if self._pub is not None:
+            self._bind_again()
             return []
         made: list[zmq.Socket[bytes]] = []
         try:
@@ -92,19 +96,48 @@ class StreamSockets:
                 made.append(self._context.socket(kind))
                 self._configure(made[-1], url)
                 own = nth_endpoint(url, self._number, self._stream.model_name, self._stream.form)
-                _bind(made[-1], f"{own}-{self._number}" if own in taken and own.startswith("ipc://") else own)
+                self._bind(made[-1], f"{own}-{self._number}" if own in taken and own.startswith("ipc://") else own)
         except (zmq.ZMQError, OSError, ValueError) as error:
             for socket in made:
                 socket.close(0)
-            if self.state != (state := f"cannot bind {url}: {error}"):
-                log.error("KV events of %s (%s): %s", self._stream.model_name, self._stream.form, state)
-            self.state, self._retry_at = state, time.monotonic() + RETRY_SECONDS
+            self._remove_files()
+            self._cannot_bind(url, error)
             return []
         self._pub, self._router = made[0], made[1] if made[1:] else None
         self.endpoint, *replay = [socket.getsockopt_string(zmq.LAST_ENDPOINT) for socket in made]
         self.replay_endpoint = "".join(replay)
         self.state = "bound"
         return made
+
+    def _bind(self, socket: zmq.Socket[bytes], url: str) -> None:
+        if not url.startswith("ipc://"):
+            socket.bind(url)
+            return
+        file = SocketFile(url.removeprefix("ipc://"))
+        file.bind(socket)
+        self._files.append((socket, file))
+
+    def _bind_again(self) -> None:
+        """Subscribers that are connected stay so: what accepted them is not closed."""
+        for socket, file in self._files:
+            if not file.is_ours:
+                try:
+                    file.bind(socket)
+                except (zmq.ZMQError, OSError) as error:
+                    self._cannot_bind(f"ipc://{file.path}", error)
+                    return
+                log.warning("ipc://%s was removed or replaced, and is bound again", file.path)
+        self.state = "bound"
+
+    def _cannot_bind(self, url: str, error: Exception) -> None:
+        if self.state != (state := f"cannot bind {url}: {error}"):
+            log.error("KV events of %s (%s): %s", self._stream.model_name, self._stream.form, state)
+        self.state = state
+
+    def _remove_files(self) -> None:
+        for _, file in self._files:
+            file.remove()
+        self._files = []
 
     @staticmethod
     def _configure(socket: zmq.Socket[bytes], url: str) -> None:
@@ -123,6 +156,7 @@ class StreamSockets:
         for socket in (self._pub, self._router):
             if socket is not None:
                 socket.close(linger_ms)
+        self._remove_files()
 
     # ---- publishing -----------------------------------------------------------------------------
 
@@ -238,19 +272,3 @@ class StreamSockets:
         if sent:
             replay.deadline = time.monotonic() + _STUCK_SECONDS
         return time.monotonic() > replay.deadline
-
-
-def _bind(socket: zmq.Socket[bytes], url: str) -> None:
-    """Replaces the socket file of a process that has ended, never one that a process serves."""
-    if not url.startswith("ipc://"):
-        socket.bind(url)
-        return
-    path = url.removeprefix("ipc://")
-    with contextlib.suppress(FileNotFoundError):
-        if not stat.S_ISSOCK(os.stat(path).st_mode):
-            raise ValueError("there is a file that is no socket")
-        with sockets.socket(sockets.AF_UNIX) as probe, contextlib.suppress(ConnectionRefusedError):
-            probe.connect(path)
-            raise ValueError("another process serves it")
-    socket.bind(url)
-    os.chmod(path, 0o600)

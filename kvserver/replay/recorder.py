@@ -9,7 +9,6 @@ Owns: the form of the lines, the file and its bound, and the count of what is mi
 
 from __future__ import annotations
 
-import os
 import secrets
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ import msgspec
 
 from kvserver.cache import split_keys
 from kvserver.config import Settings, parse_size
-from kvserver.events import Event, LookupEnded, Runner, Subscriber
+from kvserver.events import AppendedFile, Event, LookupEnded, Runner, Subscriber
 from kvserver.protocol import ConfigError
 from kvserver.protocol.status import RecordingStatus
 
@@ -44,9 +43,7 @@ class Recorder(Subscriber):
         `dropped`: how many LookupEnded the bus has dropped; from any thread.
         """
         try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-            self._file = open(descriptor, "ab")  # noqa: SIM115, until close()
-            self._bytes = os.fstat(descriptor).st_size
+            self.file = AppendedFile(path, 0o600)
         except OSError as error:
             raise ConfigError(f"--record {path}: {error.strerror}") from None
         self._path = path
@@ -59,7 +56,7 @@ class Recorder(Subscriber):
         self._lost_written = 0  # stated by a line of the file
         self._full = False
         self._runner: Runner[LookupEnded] = Runner(
-            "record", self._write, self._flush, self._file.close, limit=_QUEUE_COST
+            "record", self._write, self._flush, self.file.close, limit=_QUEUE_COST
         )
         self._runner.start()
 
@@ -84,7 +81,7 @@ class Recorder(Subscriber):
             file=self._path,
             requests=self._requests,
             lost=self.lost,
-            bytes=self._bytes,
+            bytes=self.file.bytes,
             full=self._full,
             failure=self._runner.reason,
         )
@@ -92,6 +89,7 @@ class Recorder(Subscriber):
     # ---- the recorder's thread ------------------------------------------------------------------
 
     def _write(self, event: LookupEnded) -> None:
+        self._renew()
         if self._full:
             return
         lost = self.lost
@@ -105,16 +103,20 @@ class Recorder(Subscriber):
         if lost > self._lost_written:
             line["lost"] = lost - self._lost_written
         text = msgspec.json.encode(line) + b"\n"
-        if self._bytes + len(text) > self._most_bytes:
+        if self.file.bytes + len(text) > self._most_bytes:
             self._full = True
             return
-        self._file.write(text)
-        self._bytes += len(text)
+        self.file.write(text)
         self._lost_written = lost
         self._requests += 1
 
     def _flush(self) -> None:
-        self._file.flush()
+        self._renew()
+        self.file.flush()
+
+    def _renew(self) -> None:
+        if self.file.renew():
+            self._full = False
 
     def _id(self, namespace: bytes, key: bytes) -> int:
         digest = blake2b(namespace + key, digest_size=8, key=self._salt).digest()

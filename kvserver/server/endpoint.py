@@ -10,6 +10,7 @@ import fcntl
 import ipaddress
 import logging
 import os
+import socket
 from pathlib import Path
 from typing import IO
 from urllib.parse import urlsplit
@@ -17,6 +18,7 @@ from urllib.parse import urlsplit
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from kvserver.config import SocketFile
 from kvserver.protocol import MOST_MESSAGE_BYTES, ConfigError, stranger_at
 
 log = logging.getLogger(__name__)
@@ -31,8 +33,10 @@ class Endpoint:
     def __init__(self, url: str) -> None:
         """Lock it. ConfigError if the URL cannot be served, or another daemon serves it."""
         self.url = url
-        self.fd_path = _fd_path(url)
-        self._lock = _lock(url, self.fd_path.removesuffix(".fd") + ".lock")
+        self.fd_file = SocketFile(_fd_path(url), socket.SOCK_SEQPACKET)
+        self._file = SocketFile(url.removeprefix("ipc://")) if url.startswith("ipc://") else None
+        self._lock_path = self.fd_file.path.removesuffix(".fd") + ".lock"
+        self._lock = _lock(url, self._lock_path)
         self._context = zmq.Context(io_threads=1)
         self.router = self._context.socket(zmq.ROUTER)
         self.router.setsockopt(zmq.LINGER, 0)
@@ -43,20 +47,38 @@ class Endpoint:
         _refuse_other_users(self.router)
 
     def bind(self) -> None:
-        """A socket file that lies there is a dead daemon's, for this one has the lock: ZMQ replaces it."""
+        """ConfigError if the address is another process's, or cannot be bound. A dead daemon's socket file is replaced."""
         try:
-            self.router.bind(self.url)
-        except zmq.ZMQError as error:
+            if self._file is not None:
+                self._file.bind(self.router)
+            else:
+                self.router.bind(self.url)
+        except (OSError, zmq.ZMQError) as error:
             raise ConfigError(f"--endpoint {self.url}: cannot bind: {error}") from None
-        if self.url.startswith("ipc://"):
-            os.chmod(self.url.removeprefix("ipc://"), 0o600)
+
+    def keep_bound(self) -> str:
+        """Bind again what is no longer at its path; returns why engines cannot connect there, or "". Call it once a second.
+
+        Engines that are connected stay so: what accepted them is not closed.
+        """
+        try:
+            if not _is_at(self._lock_path, self._lock):
+                lock, old = _lock(self.url, self._lock_path), self._lock
+                self._lock = lock
+                old.close()
+            if self._file is not None and not self._file.is_ours:
+                self.bind()
+                log.warning("%s was removed or replaced, and is bound again", self.url)
+        except ConfigError as error:
+            return f"engines cannot connect: {error}"
+        return ""
 
     def close(self, linger_ms: int = 0) -> None:
         """`linger_ms`: for replies on their way to engines. The lock is released last: another daemon may serve the URL then."""
         self._context.destroy(linger_ms)
-        if self.url.startswith("ipc://"):
-            Path(self.url.removeprefix("ipc://")).unlink(missing_ok=True)
-        Path(self.fd_path).unlink(missing_ok=True)
+        for file in (self._file, self.fd_file):
+            if file is not None:
+                file.remove()
         self._lock.close()
 
 
@@ -86,12 +108,12 @@ def _fd_path(url: str) -> str:
     """ConfigError if the URL cannot be served."""
     parts = urlsplit(url)
     if parts.scheme == "ipc":
-        socket = url.removeprefix("ipc://")
-        if not socket or socket.startswith("@") or socket.endswith("/") or Path(socket).is_dir():
+        own = url.removeprefix("ipc://")
+        if not own or own.startswith("@") or own.endswith("/") or Path(own).is_dir():
             raise ConfigError(
                 f"--endpoint {url!r}: name a file that may become a socket, as ipc:///run/kvserver/kv.sock"
             )
-        path = f"{socket}.fd"
+        path = f"{own}.fd"
     elif parts.scheme == "tcp":
         _refuse_open_network(url, parts.hostname)
         folder = os.environ.get("XDG_RUNTIME_DIR", f"/tmp/kvserver-{os.getuid()}")
@@ -117,6 +139,13 @@ def _lock(url: str, path: str) -> IO[str]:
     except BlockingIOError:
         raise ConfigError(f"another kvserver already serves {url}; stop it or give --endpoint") from None
     return lock
+
+
+def _is_at(path: str, file: IO[str]) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(file.fileno()))
+    except OSError:
+        return False
 
 
 def _port(url: str) -> int:

@@ -22,9 +22,11 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 
+from kvserver.config import SocketFile
 from kvserver.protocol import (
     CONNECTION_REFUSED,
     Attached,
+    ConfigError,
     Detached,
     Error,
     ErrorCode,
@@ -79,27 +81,41 @@ def _is_dead(process: int) -> bool:
 class Lifelines:
     """All connections of the `.fd` socket. Non-blocking; driven by the server loop."""
 
-    def __init__(self, path: str, token: str) -> None:
-        self.path = path
+    def __init__(self, file: SocketFile, token: str) -> None:
+        """ConfigError if the file is another process's, or cannot be made."""
+        self.path = file.path
         self.token = token
+        self._file = file
         self._lifelines: dict[int, Lifeline] = {}
         self._by_fd: dict[int, Lifeline] = {}
         self._next = 0
         self._strangers: set[int] = set()  # users that were refused, and logged
         self.refused: Counter[str] = Counter()  # connections, by the Error that ended them or CONNECTION_REFUSED
-        self._listener = socket.socket(
-            socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
-        )
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)  # a dead daemon's: the caller holds the lock of this endpoint
-        self._listener.bind(path)
-        os.chmod(path, 0o600)
-        self._listener.listen(128)
+        self._listener = self._listen()
         self._spare = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
 
     @property
     def listener_fd(self) -> int:
         return self._listener.fileno()
+
+    def keep_bound(self) -> str:
+        """Listen again if the socket is no longer at its path; returns why workers cannot connect there, or "". Call it once a second."""
+        if self._file.is_ours:
+            return ""
+        try:
+            listener, old = self._listen(), self._listener
+        except ConfigError as error:
+            return f"workers cannot connect: {error}"
+        self._listener = listener
+        old.close()
+        log.warning("%s was removed or replaced, and is bound again", self.path)
+        return ""
+
+    def _listen(self) -> socket.socket:
+        try:
+            return self._file.listen()
+        except OSError as error:
+            raise ConfigError(f"{self.path}: cannot bind: {error}") from None
 
     def connection_fds(self) -> list[int]:
         return list(self._by_fd)
@@ -243,5 +259,4 @@ class Lifelines:
             self.detach(lifeline)
         self._listener.close()
         os.close(self._spare)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.path)
+        self._file.remove()

@@ -67,14 +67,20 @@ class Server:
         bus: Bus,
         make_status: Callable[[Server], DaemonStatus],
         stops_when_lost: bool = False,
+        keep_bound: Callable[[], str] = str,
     ) -> None:
-        """`make_status`: called in the loop's thread. `stops_when_lost`: run() returns when a device is lost."""
+        """`make_status`: called in the loop's thread. `stops_when_lost`: run() returns when a device is lost.
+
+        `keep_bound`: called there once a second; returns why engines cannot connect, or "".
+        """
         self._handlers = handlers
         self._upkeep = upkeep
         self._lifelines = lifelines
         self._bus = bus
         self._make_status = make_status
         self._stops_when_lost = stops_when_lost
+        self._keep_bound = keep_bound
+        self._unreachable = ""  # why engines cannot connect
         self._router = router
         self._strangers = Strangers(router)
         self._replies = Replies(router, bus)
@@ -124,7 +130,7 @@ class Server:
         """Why this daemon should get no traffic; empty while all is well."""
         if lost := self._upkeep.lost_device:
             return f"the device is lost: {lost}"
-        return self._upkeep.lost_tier or self._bus.failure
+        return self._unreachable or self._upkeep.lost_tier or self._bus.failure
 
     @property
     def lag_seconds(self) -> float:
@@ -137,12 +143,11 @@ class Server:
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
         poller.register(self._strangers.reports, zmq.POLLIN)
-        for fd in (self._wake, self._lifelines.listener_fd):
-            poller.register(fd, zmq.POLLIN)
+        poller.register(self._wake, zmq.POLLIN)
         watched: set[int] = set()
         more = False
         while not self._stopping:
-            wanted = {*self._lifelines.connection_fds(), *self._upkeep.completion_fds}
+            wanted = {self._lifelines.listener_fd, *self._lifelines.connection_fds(), *self._upkeep.completion_fds}
             for fd in watched ^ wanted:
                 if fd in watched:
                     poller.unregister(fd)
@@ -238,6 +243,7 @@ class Server:
         if ticks:
             self._last_tick = time.monotonic()
             self._guarded(self._upkeep.tick)
+            self._guarded(self._look_at_paths)
         if ticks or gc.get_count()[0] > _MOST_YOUNG:
             gc.collect(0)  # only what was made since; the collector proper is off (see daemon)
         self._last_turn = now = time.monotonic()
@@ -246,6 +252,12 @@ class Server:
             self._lag = [self._lag[1], 0.0]
         self._lag[1] = max(self._lag[1], now - turn_began)
         self.turns.observe(now - turn_began)
+
+    def _look_at_paths(self) -> None:
+        unreachable = self._keep_bound()
+        if unreachable and unreachable != self._unreachable:
+            log.error("%s", unreachable)
+        self._unreachable = unreachable
 
     def snapshot(self) -> DaemonStatus:
         """`/status`, but for what the pages know. From the loop's thread."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvserver._native import HostRegion
 from kvserver.cache import POLICIES, Cache, PagePool
-from kvserver.config import Settings
+from kvserver.config import Settings, SocketFile
 from kvserver.copy import Devices
 from kvserver.parts import Parts
 from kvserver.protocol import (
@@ -51,7 +51,7 @@ class Workers:
         self.plain = Plain()
         self.device = WatchedDevice(pages * self.page_bytes, self.page_bytes, 2, trouble)
         self.cache = Cache(PagePool(pages * self.page_bytes, self.page_bytes), POLICIES[Settings().eviction_policy]())
-        self.lifelines = Lifelines(str(folder / "fd"), "token")
+        self.lifelines = Lifelines(SocketFile(str(folder / "fd"), socket.SOCK_SEQPACKET), "token")
         settings = Settings(chunk_tokens=CHUNK_TOKENS, lease_seconds=20.0)
         devices = Devices(self.device)
         tiers = self.make_tiers(folder, self.device.region)

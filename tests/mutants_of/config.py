@@ -5,6 +5,8 @@ from __future__ import annotations
 from support.mutation import Mutant
 
 CAPACITY = "kvserver/config/capacity.py"
+SOCKET_FILES = "kvserver/config/socket_files.py"
+PATHS = "issues/test_paths_once_bound_were_trusted_for_ever.py"
 SHOWN_PASSWORDS = "issues/test_config_showed_passwords_of_storage.py"
 
 MUTANTS = (
@@ -34,5 +36,17 @@ MUTANTS = (
         "a password with an @ is shown from there on",
         "kvserver/config/urls.py", "without_user", "{scheme}//{rest.rpartition('@')[2]}", "{scheme}//{rest.partition('@')[2]}",
         (SHOWN_PASSWORDS,),
+    ),
+    # ---- socket_files.py ----------------------------------------------------------------------------
+    Mutant(
+        "a daemon's end removes another daemon's socket",
+        SOCKET_FILES, "SocketFile.remove", "if self.is_ours:", "if True:",
+        (f"{PATHS}::test_only_the_file_that_was_made_is_removed",),
+    ),
+    Mutant(
+        "a socket that another process serves is replaced",
+        SOCKET_FILES, "SocketFile._remove_dead", 'raise OSError(errno.EADDRINUSE, "another process serves it", self.path)',
+        "os.unlink(self.path)",
+        (f"{PATHS}::test_a_socket_that_another_program_serves_is_never_replaced",),
     ),
 )  # fmt: skip

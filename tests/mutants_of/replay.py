@@ -34,7 +34,7 @@ MUTANTS = (
     ),
     Mutant(
         "a recording grows beyond its size",
-        RECORDER, "Recorder._write", "self._bytes + len(text)", "self._bytes", RECORDER_TESTS,
+        RECORDER, "Recorder._write", "self.file.bytes + len(text)", "self._bytes", RECORDER_TESTS,
     ),
     # ---- routers.py ---------------------------------------------------------------------------------
     Mutant(

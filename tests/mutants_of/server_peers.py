@@ -5,6 +5,8 @@ from __future__ import annotations
 from support.mutation import Mutant
 
 LIFELINE = "kvserver/server/lifeline.py"
+ENDPOINT = "kvserver/server/endpoint.py"
+PATHS = "issues/test_paths_once_bound_were_trusted_for_ever.py"
 INSTANCES = "kvserver/server/instances.py"
 WORKERS = "kvserver/server/workers.py"
 FORKED = "issues/test_a_forked_child_hid_its_parents_death.py"
@@ -61,6 +63,12 @@ MUTANTS = (
     Mutant(
         "a new engine does not know how fast the last one was",
         INSTANCES, "Instance.expected_speed", "self.speeds.of(self.namespace)", "0.0", FILL_TESTS,
+    ),
+    # ---- socket files ----------------------------------------------------------------------------
+    Mutant(
+        "two daemons serve one endpoint after its folder was removed",
+        ENDPOINT, "Endpoint.keep_bound", "if not _is_at(self._lock_path, self._lock):", "if False:",
+        (f"{PATHS}::test_what_was_removed_is_bound_again_and_engines_stay_connected",),
     ),
     # ---- lifeline.py --------------------------------------------------------------------------------
     Mutant(

@@ -1,4 +1,4 @@
-"""A daemon that is, at SIGUSR1, where a killed process is for a moment: the peers of its sockets have their end, but it is
+"""A daemon that is, at SIGRTMIN, where a killed process is for a moment: the peers of its sockets have their end, but it is
 not dead. What it was copying is not over; until it is killed it is stopped.
 """
 
@@ -27,5 +27,5 @@ def die(_number: int, _frame: FrameType | None) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGUSR1, die)
+    signal.signal(signal.SIGRTMIN, die)
     sys.exit(main())

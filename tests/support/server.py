@@ -70,11 +70,11 @@ def running_server(
     folder = Path(tempfile.mkdtemp(prefix="kvs-"))
     endpoint = Endpoint(f"ipc://{folder}/kv.sock")
     endpoint.bind()
-    lifelines = Lifelines(endpoint.fd_path, "token")
+    lifelines = Lifelines(endpoint.fd_file, "token")
     cache = Cache(PagePool(l1_bytes, page_bytes), LeastRecentlyUsed())
     settings = Settings(**{"endpoint": endpoint.url, "chunk_tokens": 64, **changes})
     parts = Parts(settings, cache, devices, lifelines, tiers=tiers)
-    server, observability = parts.make_server(endpoint.router), parts.observability
+    server, observability = parts.make_server(endpoint), parts.observability
     match = MatchPages(observability.index, lambda: server.call(parts.instances_status))
     pages = StatusPages(("127.0.0.1", 0), server, observability, match, parts.upkeep)
     loop = threading.Thread(target=server.run)

@@ -34,7 +34,7 @@ def begun(make_daemon, make_engine):
 def test_blocks_of_a_load_stay_out_of_use_until_the_process_has_ended(begun):
     daemon, engine = begun
     quarantined = set(ids_of(engine.loads[0]))
-    os.kill(daemon.pid, signal.SIGUSR1)
+    os.kill(daemon.pid, signal.SIGRTMIN)
     answer = engine.answers["warm"]
     engine.run(until=lambda: answer.finish_reason is not None)
     assert answer.right

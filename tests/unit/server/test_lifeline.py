@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
+from kvserver.config import SocketFile
 from kvserver.protocol import (
     PROTOCOL_VERSION,
     Attach,
@@ -29,7 +30,7 @@ ATTACH = encode(Attach(token="token"))
 @pytest.fixture
 def lifelines() -> Iterator[Lifelines]:
     with tempfile.TemporaryDirectory(prefix="kvs-") as folder:
-        lifelines = Lifelines(f"{folder}/fd", "token")
+        lifelines = Lifelines(SocketFile(f"{folder}/fd", socket.SOCK_SEQPACKET), "token")
         yield lifelines
         lifelines.shut()
 

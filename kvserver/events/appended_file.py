@@ -1,0 +1,57 @@
+"""A file that lines are appended to, and that log rotation may move away.
+
+Owns: the descriptor. Refuses to know: the lines.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+log = logging.getLogger(__name__)
+
+
+class AppendedFile:
+    """REQUIRES: one thread calls all but reopen(). OSError if the file cannot be opened, or a write fails."""
+
+    def __init__(self, path: str, mode: int = 0o666) -> None:
+        """`mode`: permissions of a file that is made, less the umask."""
+        self._path, self._mode = path, mode
+        self._reopens = False
+        self._open()
+
+    def _open(self) -> None:
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, self._mode)
+        self._file = open(descriptor, "ab")  # noqa: SIM115, until close()
+        self.bytes = os.fstat(descriptor).st_size
+
+    def reopen(self) -> None:
+        """Open the path anew at the next renew(). From any thread, and from a signal's handler."""
+        self._reopens = True
+
+    def renew(self) -> bool:
+        """True if a reopen() was due and the file is the one that has the path now. The old file stays if there is none."""
+        if not self._reopens:
+            return False
+        self._reopens = False
+        old = self._file
+        try:
+            self._open()
+        except OSError as error:
+            log.warning(
+                "cannot reopen %s: %s; lines still go to the file that had this name", self._path, error.strerror
+            )
+            return False
+        old.close()
+        log.info("reopened %s", self._path)
+        return True
+
+    def write(self, line: bytes) -> None:
+        self._file.write(line)
+        self.bytes += len(line)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
