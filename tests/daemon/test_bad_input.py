@@ -90,7 +90,7 @@ def test_a_daemon_without_free_descriptors_refuses_connections_and_serves_on(
     daemon = make_daemon()
     worker = make_worker(daemon)
     held = len(os.listdir(f"/proc/{daemon.pid}/fd"))
-    resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (held + 10, held + 10))
+    resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (held + 40, held + 40))
     connections = [connect(worker.hello.fd_path) for _ in range(60)]
     worker.round_trip()
     refused = [c for c in connections[40:] if c.recv(1) == b""]
