@@ -24,7 +24,7 @@ import select
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import zmq
@@ -40,7 +40,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _EPOLL_CTL_MOD = 3
 _EVENT = struct.Struct("=IQ" if platform.machine() == "x86_64" else "@IQ")  # struct epoll_event
 
-Report = dict[str, Any]  # of the monitor: event, value, endpoint
+Report = Mapping[str, Any]  # of the monitor: event, value, endpoint
 
 
 class _Entry(NamedTuple):

@@ -222,7 +222,7 @@ class Fills:
                 continue
             if not fill.began:
                 if not (may_overtake and self._fits_beside_others(fill)):
-                    may_overtake = may_overtake and now_ns < fill.overtaken_until_ns  # else it could starve
+                    may_overtake = may_overtake and now_ns < fill.overtaken_until_ns  # else it might never have room
                     continue
                 fill.began = True
             self._finish_if_done(fill)  # or plan what another fill did not bring

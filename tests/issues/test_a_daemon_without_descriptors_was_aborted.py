@@ -1,5 +1,5 @@
 """A daemon that had no descriptor left for a connecting engine was ended by libzmq (SIGABRT), with all that it had cached. A worker whose
-descriptors did not fit into the daemon's was told that it had sent too many."""
+descriptors did not fit into the daemon's got the error of one that had sent too many."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_two_engines_go_on_while_a_third_is_refused_with_the_limit_to_raise(
     third.connect().round_trip()
 
 
-def test_a_worker_whose_descriptors_do_not_fit_is_not_said_to_have_sent_too_many(
+def test_a_worker_whose_descriptors_do_not_fit_gets_an_error_of_its_own(
     make_daemon: Callable[..., Daemon], make_worker: MakeWorker
 ) -> None:
     daemon = make_daemon()
