@@ -20,7 +20,7 @@ LEAST = 128  # for a daemon to start: it opens about 25, and keeps RESERVE
 HINT = (
     "raise its limit of open files (ulimit -Hn 65536; systemd: LimitNOFILE=65536; docker: --ulimit nofile=65536:65536)"
 )
-SHORT = f"the daemon has too few free descriptors left; {HINT}"
+SHORT = f"too few descriptors are free; {HINT}"
 
 
 def raise_descriptor_limit() -> None:

@@ -86,7 +86,7 @@ class ListenGate:
                 continue
             if not has_free_descriptors(FOR_ENGINES):
                 if not short:
-                    log.warning("engines wait to connect: fewer than %d descriptors are free; %s", FOR_ENGINES, HINT)
+                    log.warning("clients wait to connect: fewer than %d descriptors are free; %s", FOR_ENGINES, HINT)
                 short = True
                 time.sleep(_LOOK_SECONDS)
                 continue

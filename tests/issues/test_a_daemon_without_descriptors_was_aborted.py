@@ -10,6 +10,7 @@ import resource
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -49,7 +50,7 @@ def test_200_connections_to_a_daemon_with_10_descriptors_wait_and_engines_go_on(
             connect_all(at_end, daemon.endpoint.removeprefix("ipc://"), 200)
             for _ in range(20):
                 worker.round_trip()
-            wait_until(lambda: "engines wait to connect: fewer than 16 descriptors are free" in daemon.log)
+            wait_until(lambda: "clients wait to connect: fewer than 16 descriptors are free" in daemon.log)
         make_worker(daemon).round_trip()
     assert daemon.running
     worker.round_trip()
@@ -68,8 +69,27 @@ def test_connections_beyond_the_limit_leave_the_daemon_its_last_descriptors(
             worker.round_trip()
         wait_until(lambda: len(os.listdir(f"/proc/{daemon.pid}/fd")) == most - 15)
         worker.round_trip()
-        assert "engines wait to connect" in daemon.log
+        assert "clients wait to connect" in daemon.log
     make_worker(daemon).round_trip()
+
+
+def test_200_readers_of_kv_events_wait_while_few_descriptors_are_left(
+    make_daemon: Callable[..., Daemon], make_worker: MakeWorker
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="kvs-") as folder:
+        paths = [f"{folder}/events", f"{folder}/replay"]
+        daemon = make_daemon(kv_events_endpoint=f"ipc://{paths[0]}", kv_events_replay_endpoint=f"ipc://{paths[1]}")
+        worker = make_worker(daemon)
+        worker.send(worker.description(hash_form="bytes"))
+        wait_until(lambda: daemon.metric("kvserver_kv_events_bound"), what="the stream's sockets")
+        used = len(os.listdir(f"/proc/{daemon.pid}/fd"))
+        with contextlib.ExitStack() as at_end, few_left(daemon, 10):
+            for path in paths:
+                connect_all(at_end, path, 100)
+            worker.round_trip()
+            wait_until(lambda: daemon.log.count("clients wait to connect") == 2)
+            assert len(os.listdir(f"/proc/{daemon.pid}/fd")) <= used + 1
+        worker.round_trip()
 
 
 def test_two_engines_go_on_while_a_third_is_refused_with_the_limit_to_raise(
