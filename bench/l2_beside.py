@@ -31,7 +31,7 @@ CHUNK_BYTES = PLANES * RUN * CHUNK_BLOCKS
 PROMPT, PROMPTS = 72, 6  # chunks of one, within the bound of fills; as many as are written in more than a second
 OWN = 4  # chunks of the measured engine's copies; 1k tokens
 SAMPLES = 120  # of each operation in a slice
-LOWEST_PRIORITY = 19  # as the tier's threads
+READ_NICE = 5  # as the tier's threads that read
 Millis = dict[str, list[float]]
 
 
@@ -116,7 +116,7 @@ def _has_direct_io(folder: Path) -> bool:
 
 
 def _read(path: Path, direct: bool, pipe: Connection) -> None:
-    os.nice(LOWEST_PRIORITY)
+    os.nice(READ_NICE)
     files = PlainFiles(path, PROMPT, direct, CHUNK_BYTES)
     files.put()
     pipe.send(0)

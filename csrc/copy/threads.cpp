@@ -25,10 +25,10 @@ uint64_t monotonic_nanos() {
            static_cast<uint64_t>(now.tv_nsec);
 }
 
-void give_way() {
+void give_way(int nice) {
     // By number and not 0, which is this thread too, but by POSIX the process. It cannot fail:
     // lower is always permitted.
-    setpriority(PRIO_PROCESS, static_cast<id_t>(gettid()), 19);
+    setpriority(PRIO_PROCESS, static_cast<id_t>(gettid()), nice);
 }
 
 }  // namespace kvserver

@@ -9,6 +9,6 @@ uint64_t monotonic_nanos();  // CLOCK_MONOTONIC, the same in all processes of a 
 // Of a copying thread: signals are the main thread's. SIGBUS is synchronous and must stay ours.
 void block_signals();
 // The calling thread gives way to all others that want to run.
-void give_way();
+void give_way(int nice);
 
 }  // namespace kvserver

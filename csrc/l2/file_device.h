@@ -52,9 +52,9 @@ struct DataFile {
 //   record. A get writes it before it is verified: what did not end as kDone is garbage.
 // Verification. A get ends as kDone only if each field of the header is the record's and the
 //   digest is that of the bytes that are in L1.
-// Order. Gets go before puts, and one thread never puts (if there are two). All run at the lowest
-//   priority: copies of L1 and lookups come first. No caller waits for one of them, however long
-//   a busy machine suspends it.
+// Order. Gets and puts have threads and a queue each. Copies of L1 and lookups come first, then
+//   gets, for which a request waits; puts run at the lowest priority. No caller waits for a thread,
+//   however long a busy machine suspends it.
 // Cancel. cancel() ends a waiting ticket at once, a running one at its next piece. An unknown one
 //   has ended.
 // Deadline. A ticket whose deadline has passed does not begin: expire() ends those that wait. A get
@@ -63,7 +63,8 @@ struct DataFile {
 // Time. No function but close() waits for the file system.
 class FileDevice {
   public:
-    // A copy of file.fd belongs to the device. `calls` null: the system's.
+    // A copy of file.fd belongs to the device. `threads`: that read, and as many that write.
+    // `calls` null: the system's.
     FileDevice(const DataFile& file, unsigned threads, std::shared_ptr<FileCalls> calls = nullptr);
     ~FileDevice();  // close(0)
 
@@ -86,8 +87,9 @@ class FileDevice {
   private:
     struct Job;
     class JobStack;
+    struct Lane;
     struct Shared;  // what a thread that hangs keeps
-    static void run(const std::shared_ptr<Shared>& shared);
+    static void run(const std::shared_ptr<Shared>& shared, Lane& lane);
 
     const std::shared_ptr<Shared> shared_;
 };

@@ -18,7 +18,8 @@ FOR_ENGINES = 16  # kept when a connection is accepted: for accepts under way in
 RESERVE = 32  # kept when a worker attaches, or a status page is served
 LEAST = 128  # for a daemon to start: it opens about 25, and keeps RESERVE
 HINT = (
-    "raise its limit of open files (ulimit -Hn 65536; systemd: LimitNOFILE=65536; docker: --ulimit nofile=65536:65536)"
+    "raise the daemon's limit of open files "
+    "(ulimit -Hn 65536; systemd: LimitNOFILE=65536; docker: --ulimit nofile=65536:65536)"
 )
 SHORT = f"too few descriptors are free; {HINT}"
 

@@ -35,7 +35,7 @@ from kvserver.protocol.status import TierStatus
 
 log = logging.getLogger(__name__)
 
-THREADS = 5  # four of them write: with three, puts of 256 KiB did not keep a fast disk busy
+THREADS = 4  # that write, and as many that read: with three, puts of 256 KiB did not keep a fast disk busy
 _STALLED_SECONDS = 10.0  # a call of the file system that runs so much longer than a get may
 
 

@@ -161,7 +161,7 @@ def test_nothing_of_a_clear_comes_back_after_a_crash_while_writing(tmp_path: Pat
     rig.written()
     disk.file.hang(True)
     begun = [rig.begin_put(name_of(number), *sizes_of(number))[0] for number in range(20, 30)]
-    rig.until(lambda: disk.file.hanging == THREADS - 1)
+    rig.until(lambda: disk.file.hanging == THREADS)
     if durable:
         assert rig.clear(NAMESPACE) is TierOutcome.DONE
     disk.file.hang(False)
