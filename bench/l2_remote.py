@@ -64,11 +64,11 @@ class Loop:
 
     def _put(self, number: int, where: str, value: Buffer) -> None:
         checksum(value)
-        self._clients[number].put([where], [memoryview(value)])
+        assert self._clients[number].put([where], [memoryview(value)]) == [None]
 
     def _get(self, number: int, where: str, value: Buffer) -> None:
         (found,) = self._clients[number].get([where], [self._buffers[number]])
-        assert found is not None
+        assert isinstance(found, memoryview), found
         checksum(self._values[0])  # as many bytes, and as near
 
     def close(self) -> None:

@@ -123,7 +123,7 @@ struct FileDevice::Shared {
     std::unordered_map<const Job*, std::unique_ptr<Job>> open;
     std::vector<FileEnd> ends;
 
-    std::mutex lives;  // guards:
+    std::mutex counting;  // guards:
     unsigned alive = 0;
     std::condition_variable left;  // a thread has ended
 };
@@ -172,7 +172,7 @@ FileDevice::FileDevice(const DataFile& file, unsigned threads, std::shared_ptr<F
     try {
         for (unsigned i = 0; i < 2 * threads; ++i) {
             Lane& lane = i % 2 != 0 ? shared_->puts : shared_->gets;
-            std::lock_guard lock(shared_->lives);
+            std::lock_guard lock(shared_->counting);
             std::thread([shared = shared_, &lane] { run(shared, lane); }).detach();
             ++shared_->alive;
         }
@@ -256,7 +256,7 @@ bool FileDevice::close(uint64_t wait_nanos) {
     shared_->gets.wake_all();
     shared_->puts.wake_all();
     {
-        std::unique_lock lock(shared_->lives);
+        std::unique_lock lock(shared_->counting);
         if (!shared_->left.wait_for(lock, std::chrono::nanoseconds(wait_nanos),
                                     [this] { return shared_->alive == 0; }))
             return false;
@@ -297,7 +297,7 @@ void FileDevice::run(const std::shared_ptr<Shared>& shared, Lane& lane) {
         shared->ended.push(job);  // from now on it is the callers'
         shared->completion.notify();
     }
-    std::lock_guard lock(shared->lives);
+    std::lock_guard lock(shared->counting);
     --shared->alive;
     shared->left.notify_all();
 }

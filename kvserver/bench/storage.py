@@ -267,13 +267,13 @@ class PlainClients:
             client, view = pair = free.pop()  # as many threads as clients
             if put:
                 checksum(view)
-                refused = client.put([self._names[number]], [view])[0]
+                answer: object = client.put([self._names[number]], [view])[0]
             else:
-                refused = "" if client.get([self._names[number]], [view])[0] is not None else "it has lost an object"
+                answer = client.get([self._names[number]], [view])[0] or StoreError("it has lost an object")
                 checksum(view)
             free.append(pair)
-            if refused:
-                raise StoreError(refused)
+            if isinstance(answer, StoreError):
+                raise answer
 
         return self._size * self._count / _seconds_of(move, self._count, len(self._clients)) / 1e9
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from kvserver.l2.remote.buffer import LaneBuffer
-from kvserver.l2.remote.store import StoreClosed, StoreError, StoreFull, StoreTimeout
+from kvserver.l2.remote.store import StoreClosed, StoreError, StoreFull, StoreRefused, StoreTimeout
 
 _HANG_SECONDS = 20.0  # then a test has failed
 _ERRORS = {"error": StoreError, "timeout": StoreTimeout, "closed": StoreClosed, "full": StoreFull}
@@ -23,6 +23,7 @@ FAULTS = (
     "flipped", "short", "long", "empty", "old", "another",  # of values that are read
     "nothing",  # none is found, or a written one is not kept
     "torn",  # the first half of a written value is kept
+    "one",  # one name of the request fails, the others do not
     "inverted",  # each answer whether a value exists
 )  # fmt: skip
 
@@ -34,6 +35,7 @@ class FaultyStore:
         self.values: dict[str, bytes] = {}
         self.ids: dict[str, bytes] = {}
         self.served = 0  # requests
+        self.read_only = False  # writes are refused, as by a replica
         self._older: dict[str, bytes] = {}  # by name, a value that was replaced or removed
         self._dice = random.Random(seed)
         self._faults: deque[str] = deque()
@@ -73,6 +75,7 @@ class FaultyStore:
             self.values = dict(zip(names, [self.values[name] for name in (*names[1:], *names[:1])], strict=True))
 
     def heal(self) -> None:
+        self.read_only = False
         with self._lock:
             self._faults.clear()
         self.hang(False)
@@ -91,6 +94,10 @@ class FaultyStore:
             yield fault
         if fault == "error afterwards":
             raise StoreTimeout("made up: no answer")
+
+    def refuse_writes(self) -> None:
+        if self.read_only:
+            raise StoreRefused("READONLY made up")
 
     def of_one(self, names: Sequence[str], fault: str) -> list[str]:
         """The fault of one of the values of a request, and those of the others: none."""
@@ -137,11 +144,14 @@ class FaultyClient:
     def __init__(self, store: FaultyStore) -> None:
         self._store = store
 
-    def get(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[memoryview | None]:
+    def get(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[memoryview | StoreError | None]:
         with self._store.request() as fault:
             faults = self._store.of_one(names, fault)
             values = [self._store.read(name, each) for name, each in zip(names, faults, strict=True)]
-        return [self._in(buffer, value) for buffer, value in zip(buffers, values, strict=True)]
+        return [
+            StoreRefused("made up: one") if each == "one" else self._in(buffer, value)
+            for each, buffer, value in zip(faults, buffers, values, strict=True)
+        ]
 
     @staticmethod
     def _in(buffer: memoryview, value: bytes | None) -> memoryview | None:
@@ -152,27 +162,31 @@ class FaultyClient:
         buffer[: len(value)] = value
         return buffer[: len(value)]
 
-    def put(self, names: Sequence[str], values: Sequence[memoryview]) -> list[str]:
+    def put(self, names: Sequence[str], values: Sequence[memoryview]) -> list[StoreError | None]:
         try:
             with self._store.request() as fault:
-                for name, value, each in zip(names, values, self._store.of_one(names, fault), strict=True):
-                    self._store.write(name, bytes(value), each)
+                self._store.refuse_writes()
+                faults = self._store.of_one(names, fault)
+                for name, value, each in zip(names, values, faults, strict=True):
+                    if each != "one":
+                        self._store.write(name, bytes(value), each)
         except StoreFull as error:
-            return [str(error)] * len(names)
-        return [""] * len(names)
+            return [error] * len(names)
+        return [StoreRefused("made up: one") if each == "one" else None for each in faults]
 
-    def exist(self, names: Sequence[str]) -> list[bool]:
+    def exist(self, names: Sequence[str]) -> list[bool | StoreError]:
         with self._store.request() as fault:
             return [(name in self._store.values) != (fault == "inverted") for name in names]
 
     def delete(self, names: Sequence[str]) -> None:
         with self._store.request():
+            self._store.refuse_writes()
             for name in names:
                 self._store.values.pop(name, None)
 
     def refresh(self, names: Sequence[str]) -> None:
         with self._store.request():
-            pass
+            self._store.refuse_writes()
 
     def read_ids(self, names: Sequence[str]) -> list[bytes | None]:
         with self._store.request() as fault:
@@ -180,10 +194,12 @@ class FaultyClient:
 
     def create_id(self, name: str, value: bytes) -> bytes:
         with self._store.request():
+            self._store.refuse_writes()
             return self._store.ids.setdefault(name, value)
 
     def write_id(self, name: str, value: bytes) -> None:
         with self._store.request():
+            self._store.refuse_writes()
             self._store.ids[name] = value
 
     def close(self) -> None:

@@ -85,7 +85,7 @@ class MooncakeStore:
         client.delete([where])
         (view,) = buffer.views([len(value) or 1])
         view[:] = value or b"\0"
-        assert client.put([where], [view]) == [""]
+        assert client.put([where], [view]) == [None]
 
     def remove(self, where: str) -> None:
         self._connection()[0].delete([where])

@@ -82,11 +82,13 @@ class Generations:
         self._notice(namespace, generation)
         return generation
 
-    def ping(self, client: StoreClient) -> None:
-        """StoreError unless the store answers and has the id of everything, which this makes if it is missing."""
-        name = self._names.of_id(b"")
-        if client.read_ids([name]) == [None]:
-            client.create_id(name, os.urandom(_ID_BYTES))
+    def reads(self, client: StoreClient) -> bool:
+        """Whether the store has the id of everything. StoreError unless it answers."""
+        return client.read_ids([self._names.of_id(b"")]) != [None]
+
+    def create(self, client: StoreClient) -> None:
+        """Make the id of everything, unless there is one."""
+        client.create_id(self._names.of_id(b""), os.urandom(_ID_BYTES))
 
     def _notice(self, namespace: bytes, generation: int) -> None:
         with self._lock:

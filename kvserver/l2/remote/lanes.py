@@ -76,6 +76,7 @@ class Lane:
     def __init__(self, connect: ConnectStore, inside: Callable[[Job[Any]], AbstractContextManager[None]]) -> None:
         self.buffer = LaneBuffer()
         self.inside = inside
+        self.connections = 0  # the number of Lanes.reconnect() calls before its client was made
         self._connect = connect
         self._client: StoreClient | None = None
 
@@ -144,6 +145,7 @@ class Lanes(Generic[R]):
         self._commands = itertools.count(1)
         self._done: list[tuple[Job[R], R]] = []
         self._closing = False
+        self._connections = 0
         self._lanes = [Lane(connect, self._inside) for _ in range(count)]
         self._threads = [
             threading.Thread(target=self._serve, args=(lane, number > 0), name=f"{name}-{number}", daemon=True)
@@ -183,6 +185,11 @@ class Lanes(Generic[R]):
         with self._lock:
             for job in list(self._open.jobs.values()):
                 self._end_outside(job, result)
+
+    def reconnect(self) -> None:
+        """Each lane makes another client for its next job: the old ones may lead to a server that is none any more."""
+        with self._lock:
+            self._connections += 1
 
     def drain(self) -> list[tuple[Job[R], R]]:
         """The jobs that ended since the last call."""
@@ -233,6 +240,9 @@ class Lanes(Generic[R]):
             _ = lane.client  # before a job waits for it
         while jobs := self._next(lane, all_kinds):
             results: dict[Job[R], R] = {}
+            if lane.connections != self._connections:
+                lane.connections = self._connections
+                _disconnect(lane)
             try:
                 results = jobs[0].run(jobs, lane)
             except JobEnded:

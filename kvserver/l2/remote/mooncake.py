@@ -23,7 +23,7 @@ from typing import Any
 from kvserver.config import TierUrl
 from kvserver.l2.remote.buffer import LaneBuffer
 from kvserver.l2.remote.mooncake_child import LENGTH_BYTES, RECEIVE_BYTES, TOO_LARGE, missing_bytes, packed
-from kvserver.l2.remote.store import StoreClient, StoreError, StoreTimeout
+from kvserver.l2.remote.store import StoreClient, StoreError, StoreFull, StoreTimeout
 from kvserver.protocol import ConfigError
 
 _PORT = 50051
@@ -136,27 +136,27 @@ class _MooncakeClient:
             self.close()
             raise _error(code)
 
-    def get(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[memoryview | None]:
+    def get(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[memoryview | StoreError | None]:
         codes = self._ask("get", names=names, **self._places(buffers))
         unread = [code for code in codes if code in _UNREAD]
         if unread and all(code in _UNREAD or code in _ABSENT for code in codes):
             raise _error(unread[0])
-        found: list[memoryview | None] = []
+        found: list[memoryview | StoreError | None] = []
         for code, buffer in zip(codes, buffers, strict=True):
             if code == TOO_LARGE:
                 found.append(buffer[:0])
             elif code in _ABSENT or code in _UNREAD:  # as of one of several owners
                 found.append(None)
             else:
-                found.append(buffer[: _no_error(code)])
+                found.append(buffer[:code] if code >= 0 else _error(code))
         return found
 
-    def put(self, names: Sequence[str], values: Sequence[memoryview]) -> list[str]:
+    def put(self, names: Sequence[str], values: Sequence[memoryview]) -> list[StoreError | None]:
         codes = self._ask("put", names=names, **self._places(values))
-        return [_MEANING[_NO_SPACE] if code == _NO_SPACE else _stored(code) for code in codes]
+        return [_error(code) if code and code != _KEPT else None for code in codes]
 
-    def exist(self, names: Sequence[str]) -> list[bool]:
-        return [_no_error(code) > 0 for code in self._ask("exist", names=names)]
+    def exist(self, names: Sequence[str]) -> list[bool | StoreError]:
+        return [code > 0 if code >= 0 else _error(code) for code in self._ask("exist", names=names)]
 
     def delete(self, names: Sequence[str]) -> None:
         for code in self._ask("remove", names=names):
@@ -200,7 +200,8 @@ class _MooncakeClient:
         deadline = time.monotonic() + self._url.timeout_seconds
         while (code := self._ask(call, name=name, value=value.hex())) in _BUSY and time.monotonic() < deadline:
             time.sleep(_RETRY_SECONDS)
-        _stored(code)
+        if code and code != _KEPT:
+            raise _error(code)
 
     def _places(self, views: Sequence[memoryview]) -> dict[str, list[int]]:
         return {"offsets": [self._buffer.offset_of(view) for view in views], "sizes": [len(view) for view in views]}
@@ -250,7 +251,7 @@ class _MooncakeClient:
 
 
 def _error(code: int) -> StoreError:
-    kind = StoreTimeout if code == _TIMEOUT else StoreError
+    kind = {_TIMEOUT: StoreTimeout, _NO_SPACE: StoreFull}.get(code, StoreError)
     return kind(_MEANING.get(code, f"Mooncake's error {code}"))
 
 
@@ -264,9 +265,3 @@ def _no_code(value: str | int) -> str:
     if isinstance(value, int):
         raise _error(value)
     return value
-
-
-def _stored(code: int) -> str:
-    if code and code != _KEPT:
-        raise _error(code)
-    return ""

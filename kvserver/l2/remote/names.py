@@ -19,6 +19,10 @@ class Names:
     def of(self, name: ObjectName, generation: int) -> str:
         return f"{self._root}/{name.namespace.hex()}/{generation:016x}/{name.group}/{name.key.hex()}"
 
+    def of_ping(self) -> str:
+        """Where a few bytes are written to find out whether the store takes writes."""
+        return f"{self._root}/generations/ping"
+
     def of_id(self, scope: bytes) -> str:
         """Where the id of a scope is, from which the generations of its namespaces follow."""
         return f"{self._root}/generations/{scope.hex() or 'all'}"

@@ -8,12 +8,20 @@ A value that is read lies in the client's own memory until the caller lets go of
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 from kvserver.config import TierUrl
-from kvserver.l2.remote.store import StoreClient, StoreError, StoreFull, StoreTimeout
+from kvserver.l2.remote.store import (
+    StoreClient,
+    StoreError,
+    StoreFull,
+    StoreRefused,
+    StoreTimeout,
+    StoreTooLarge,
+)
 from kvserver.protocol import ConfigError
 
 T = TypeVar("T")
@@ -21,8 +29,9 @@ T = TypeVar("T")
 _MOST_VALUE_BYTES = 5 << 30  # of one PUT
 _MOST_QUESTIONS = 16  # requests at once, of objects, too
 _MOST_RETRIES = 2  # of one request, inside its time-out: S3 answers 503 where it wants less of them
-_NO_SPACE = ("EntityTooLarge", "QuotaExceeded", "StorageFull", "507 Insufficient Storage")
+_NO_SPACE = ("QuotaExceeded", "StorageFull", "507 Insufficient Storage")
 _MOST_TEXT = 300
+_STATUS = re.compile(r"status:? [45]\d\d|<Code>")  # the store answered
 
 
 class S3Url:
@@ -59,7 +68,6 @@ def connect(url: S3Url) -> StoreClient:
 
 
 class _S3Client:
-    most_value_bytes = _MOST_VALUE_BYTES
     most_questions = _MOST_QUESTIONS
 
     def __init__(self, url: S3Url) -> None:
@@ -69,6 +77,7 @@ class _S3Client:
         from obstore.exceptions import AlreadyExistsError
         from obstore.store import S3Store
 
+        self.most_value_bytes = _MOST_VALUE_BYTES
         self._obstore, self._gather, self._semaphore = obstore, asyncio.gather, asyncio.Semaphore
         self._exists_already = AlreadyExistsError
         self._loop = asyncio.new_event_loop()
@@ -90,7 +99,7 @@ class _S3Client:
             )
         )
 
-    def get(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[memoryview | None]:
+    def get(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[memoryview | StoreError | None]:
         async def get(name: str, buffer: memoryview) -> memoryview | None:
             try:
                 found = await self._obstore.get_async(self._store, name)
@@ -99,21 +108,20 @@ class _S3Client:
                 return None
             return buffer[:0] if found.meta["size"] > len(buffer) else memoryview(await found.bytes_async())
 
-        return self._all(get, names, buffers)
+        return self._each(get, names, buffers)
 
-    def put(self, names: Sequence[str], values: Sequence[memoryview]) -> list[str]:
-        async def put(name: str, value: memoryview) -> str:
-            try:
-                await self._obstore.put_async(self._store, name, value, use_multipart=False)
-            except self._obstore.exceptions.BaseError as error:
-                if isinstance(full := _store_error(error), StoreFull):
-                    return str(full)
-                raise
-            return ""
+    def put(self, names: Sequence[str], values: Sequence[memoryview]) -> list[StoreError | None]:
+        async def put(name: str, value: memoryview) -> None:
+            await self._obstore.put_async(self._store, name, value, use_multipart=False)
 
-        return self._all(put, names, values)
+        answers = self._each(put, names, values)
+        refused = [
+            len(value) for value, answer in zip(values, answers, strict=True) if isinstance(answer, StoreTooLarge)
+        ]
+        self.most_value_bytes = min([self.most_value_bytes, *(size - 1 for size in refused)])
+        return answers
 
-    def exist(self, names: Sequence[str]) -> list[bool]:
+    def exist(self, names: Sequence[str]) -> list[bool | StoreError]:
         async def exists(name: str) -> bool:
             try:
                 await self._obstore.head_async(self._store, name)
@@ -121,7 +129,7 @@ class _S3Client:
                 return False
             return True
 
-        return self._all(exists, names)
+        return self._each(exists, names)
 
     def delete(self, names: Sequence[str]) -> None:
         self._try(lambda: self._obstore.delete(self._store, list(names)))
@@ -138,7 +146,10 @@ class _S3Client:
                 _require_bucket(error)
                 return None
 
-        return self._all(read, names)
+        found = self._each(read, names)
+        if errors := [each for each in found if isinstance(each, StoreError)]:
+            raise errors[0]
+        return cast(list[bytes | None], found)
 
     def create_id(self, name: str, value: bytes) -> bytes:
         try:
@@ -157,22 +168,24 @@ class _S3Client:
     def close(self) -> None:
         self._loop.close()
 
-    def _all(self, request: Callable[..., Awaitable[T]], *of: Sequence[Any]) -> list[T]:
-        """The requests' answers, _MOST_QUESTIONS at a time. All have ended when this returns or raises."""
+    def _each(self, request: Callable[..., Awaitable[T]], *of: Sequence[Any]) -> list[T | StoreError]:
+        """The answer of each request, _MOST_QUESTIONS at a time. All have ended when this returns."""
 
-        async def together() -> list[T]:
+        async def together() -> list[T | StoreError]:
             free = self._semaphore(_MOST_QUESTIONS)
 
-            async def one(*arguments: Any) -> T:
+            async def one(*arguments: Any) -> T | StoreError:
                 async with free:
-                    return await request(*arguments)
+                    try:
+                        return await request(*arguments)
+                    except StoreError as error:
+                        return error
+                    except (self._obstore.exceptions.BaseError, OSError, ValueError) as error:
+                        return _store_error(error)
 
-            found = await self._gather(*map(one, *of), return_exceptions=True)
-            if errors := [each for each in found if isinstance(each, BaseException)]:
-                raise errors[0]
-            return cast(list[T], found)
+            return list(await self._gather(*map(one, *of)))
 
-        return self._try(lambda: self._loop.run_until_complete(together()))
+        return self._loop.run_until_complete(together())
 
     def _try(self, call: Callable[[], T]) -> T:
         """StoreError for what the library raises, but FileNotFoundError of an object and that of a conditional put."""
@@ -187,7 +200,7 @@ class _S3Client:
             raise _store_error(error) from None
 
 
-class _NotImplementedError(StoreError):
+class _NotImplementedError(StoreRefused):
     """The store does not know what was requested, as some do not know conditional puts."""
 
 
@@ -201,8 +214,10 @@ def _store_error(error: Exception) -> StoreError:
     shown = " ".join(text.partition("Debug source:")[0].split())[:_MOST_TEXT]
     if "TimedOut" in text or "kind: Timeout" in text:
         return StoreTimeout(shown)
+    if "EntityTooLarge" in text:
+        return StoreTooLarge(shown)
     if any(word in text for word in _NO_SPACE):
         return StoreFull(shown)
     if "501 Not Implemented" in text or "<Code>NotImplemented" in text:
         return _NotImplementedError(shown)
-    return StoreError(shown)
+    return (StoreRefused if _STATUS.search(text) else StoreError)(shown)

@@ -2,6 +2,8 @@
 
 Owns: the contract, and the ways in which a request can fail. Refuses to know: records, generations, which object is wanted.
 
+A call raises if it failed as a whole. Where it may fail for one name alone, it returns a StoreError in the place of this name.
+
 Every call blocks the thread that makes it, with the GIL released, and ends within the time-out that the client was made with, as
 far as the client's library keeps it. One thread at a time uses a client.
 """
@@ -23,7 +25,15 @@ class StoreTimeout(StoreError):
 
 
 class StoreFull(StoreError):
-    """The store has no space, or takes no value of this size."""
+    """The store has no space."""
+
+
+class StoreTooLarge(StoreFull):
+    """The store takes no value of this size; the client's `most_value_bytes` is below it from now on."""
+
+
+class StoreRefused(StoreError):
+    """The store answers, and does not do this: it is a replica, its user may not, it has not loaded yet."""
 
 
 class StoreClosed(StoreError):
@@ -36,17 +46,17 @@ class StoreClient(Protocol):
     most_value_bytes: int
     most_questions: int  # that exist() puts into one round trip
 
-    def get(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[memoryview | None]:
+    def get(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[memoryview | StoreError | None]:
         """The values, all in one round trip where the store can: each in its buffer or in memory of the client's own; None if
-        there is none; an empty one if it is larger than its buffer."""
+        there is none; an empty one if it is larger than its buffer; why it could not be read."""
         ...
 
-    def put(self, names: Sequence[str], values: Sequence[memoryview]) -> list[str]:
-        """Store the values, likewise, with the expiry of the URL; of each why the store has no space for it, or "". The client
+    def put(self, names: Sequence[str], values: Sequence[memoryview]) -> list[StoreError | None]:
+        """Store the values, likewise, with the expiry of the URL; of each why it was not stored, or None. The client
         has let go of them when this returns or raises. A store may keep what it has under a name."""
         ...
 
-    def exist(self, names: Sequence[str]) -> list[bool]: ...
+    def exist(self, names: Sequence[str]) -> list[bool | StoreError]: ...
 
     def delete(self, names: Sequence[str]) -> None: ...
 

@@ -19,6 +19,7 @@ import msgspec
 from kvserver._native import RECORD_FORMAT, HostRegion
 from kvserver.config import TierUrl
 from kvserver.l2.base import ObjectMemory, ObjectName, State, TierEnd, TierOutcome
+from kvserver.l2.failures import ObjectFailures
 from kvserver.l2.remote.breaker import StoreBreaker
 from kvserver.l2.remote.existence import Existence
 from kvserver.l2.remote.generations import Generations
@@ -30,8 +31,11 @@ from kvserver.protocol import KEY_BYTES
 from kvserver.protocol.status import TierStatus
 
 _CORRUPT_TO_CLOSE = 8  # in a row
+_UNREAD = {TierOutcome.UNAVAILABLE, TierOutcome.TIMEOUT, TierOutcome.CORRUPT}
 _LEAST_CONTROL_SECONDS = 5.0  # for clears and for what the tier does by itself
 _MOST_TOUCHED = 4096  # objects between two ticks
+
+_WRITES = {"put", "drop", "touch", "clear"}  # jobs
 
 _CLOSED = Result(TierOutcome.UNAVAILABLE, what="the tier is closed")
 
@@ -65,9 +69,11 @@ class RemoteTier:
         self._control_ns = int(max(_LEAST_CONTROL_SECONDS, url.timeout_seconds) * 1e9)
         names = Names(prefix, RECORD_FORMAT)
         self._generations = Generations(names)
-        self._work = StoreWork(names, self._generations, region, page_bytes)
+        self._work = StoreWork(names, self._generations, region, page_bytes, url.read_only)
         self._existence = Existence()
-        self._breaker = StoreBreaker()
+        self._failures = ObjectFailures()
+        self._breaker = StoreBreaker()  # of reads
+        self._writes = StoreBreaker()
         self._counts = _Counts()
         self._touched: dict[ObjectName, None] = {}  # in the order of use
         self._tickets: dict[int, _Ticket] = {}
@@ -76,7 +82,7 @@ class RemoteTier:
         self._failed_command = 0
         self._opening = True
         self._closed = ""
-        self._last_failure = ""
+        self._last_failure = self._last_refusal = ""  # of reads, of writes
         self._lanes = Lanes[Result](f"l2-{self.name}", lanes, connect, overdue, failure, bundle_bytes)
         self._ping()
 
@@ -94,11 +100,17 @@ class RemoteTier:
             return "opening"
         if not self._breaker.passes:
             return "unavailable"
-        return "read_only" if self._read_only else "ready"
+        return "ready" if self._takes_writes else "read_only"
+
+    @property
+    def _takes_writes(self) -> bool:
+        return self._writes.passes and not self._read_only
 
     @property
     def failure(self) -> str:
-        return self._closed or ("" if self._breaker.passes else self._last_failure)
+        if self._closed or not self._breaker.passes:
+            return self._closed or self._last_failure
+        return "" if self._read_only or self._writes.passes else f"it takes no writes: {self._last_refusal}"
 
     def status(self) -> TierStatus:
         return msgspec.structs.replace(
@@ -119,7 +131,9 @@ class RemoteTier:
     def holds(self, namespace: bytes, group: int, keys: bytes) -> int:
         if self._refusal():
             return 0
-        return self._existence.bitmap(namespace, group, keys, time.monotonic_ns())
+        now_ns = time.monotonic_ns()
+        found = self._existence.bitmap(namespace, group, keys, now_ns)
+        return self._failures.shown(found, namespace, group, keys, now_ns)
 
     def probe(self, namespace: bytes, group: int, keys: bytes, chain: bool, deadline_ns: int) -> int:
         now_ns = time.monotonic_ns()
@@ -136,17 +150,19 @@ class RemoteTier:
 
     def put(self, name: ObjectName, memory: ObjectMemory, parent: bytes, deadline_ns: int) -> int:
         ticket = _Ticket("put", True, name.namespace, name)
-        present = self._existence.find(name, time.monotonic_ns())
-        if self._read_only:
-            return self._end_at_once(ticket, Result(TierOutcome.UNAVAILABLE, what="the tier is read only"))
-        if present and not self._refusal():
+        present, replaces = self._existence.find(name, time.monotonic_ns()), name in self._failures
+        if not self._takes_writes and not self._refusal():
+            return self._end_at_once(
+                ticket, Result(TierOutcome.UNAVAILABLE, what=self.failure or "the tier is read only")
+            )
+        if present and not replaces and not self._refusal():
             return self._end_at_once(ticket, Result(TierOutcome.DONE))
         return self._begin(
             ticket,
             self._work.put,
             deadline_ns,
             reads=False,
-            item=StoreObject(name, memory, absent=present is False),
+            item=StoreObject(name, memory, absent=present is False, replaces=replaces),
             bundle=("put", name.namespace),
             bytes=memory.bytes,
         )
@@ -173,10 +189,11 @@ class RemoteTier:
         names = _names_of(namespace, group, keys)
         for name in names:
             self._existence.forget(name)
+            self._failures.forget(name)
             self._touched.pop(name, None)
         dropped = set(names)
         self._void(lambda ticket: ticket.name in dropped)
-        if names and not self._refusal():
+        if names and self._takes_writes and not self._refusal():
             self._begin_own("drop", alone(lambda job, lane: self._work.delete(lane, names)))
 
     def clear(self, prefix: bytes) -> int:
@@ -195,11 +212,15 @@ class RemoteTier:
         self._lanes.end(ticket, Result(TierOutcome.CANCELLED))
 
     def tick(self, now_ns: int) -> None:
-        if self._breaker.begins_probe(now_ns):
+        if self._breaker.begins_probe(now_ns) or (
+            self._breaker.passes and not self._read_only and self._writes.begins_probe(now_ns)
+        ):
+            self._lanes.reconnect()
             self._ping()
         if self._touched and not self._refusal():
-            names, self._touched = list(self._touched), {}
-            self._begin_own("touch", alone(lambda job, lane: self._work.refresh(lane, names)))
+            names, self._touched = list(self._touched) * self._takes_writes, {}
+            if names:
+                self._begin_own("touch", alone(lambda job, lane: self._work.refresh(lane, names)))
 
     def drain(self) -> Sequence[TierEnd]:
         ends: list[TierEnd] = []
@@ -266,13 +287,21 @@ class RemoteTier:
     # ---- results --------------------------------------------------------------------------------------
 
     def _apply(self, ticket: _Ticket, job: TierJob, result: Result) -> Result:
+        if ticket.kind in ("put", "get") and not ticket.void:
+            self._remember(ticket, job, result)
         if ticket.kind == "ping":
             self._opening = False
-        if result.answered:
-            self._breaker.succeeded()
-        elif (result.failed or ticket.kind == "ping") and not 0 < job.command == self._failed_command:
-            self._failed_command = job.command  # what shares a command fails once
-            self._fail(result)
+            self._judge_ping(result)
+        elif result.failed:
+            if not 0 < job.command == self._failed_command:  # what shares a command fails once
+                self._failed_command = job.command
+                self._fail(ticket.kind in _WRITES, result)
+        elif result.answered:
+            if ticket.kind in _WRITES:
+                self._writes.succeeded()
+            else:
+                self._breaker.succeeded()
+                self._failures.answered()
         if ticket.void:
             result = Result(TierOutcome.CANCELLED)
         for name, present in result.exists:
@@ -282,11 +311,40 @@ class RemoteTier:
             self._watch_corruption(result.outcome)
         return result
 
-    def _fail(self, result: Result) -> None:
-        self._last_failure = result.what
-        if self._breaker.failed(time.monotonic_ns()):
-            why = f"its breaker is open: {result.what}"
-            self._lanes.end_all(Result(TierOutcome.UNAVAILABLE, what=why))
+    def _judge_ping(self, result: Result) -> None:
+        if not result.answered:
+            self._fail(False, result)
+        else:
+            self._breaker.succeeded()
+        if not self._read_only:
+            if result.refused or not result.answered:
+                self._last_refusal = result.refused or result.what
+                self._writes.failed(time.monotonic_ns())
+            else:
+                self._writes.succeeded()
+
+    def _fail(self, writes: bool, result: Result) -> None:
+        """Reads and writes are judged apart; a store that did not answer a write may not answer a read either."""
+        now_ns = time.monotonic_ns()
+        if writes:
+            self._last_refusal = result.what
+            if self._writes.failed(now_ns):
+                self._lanes.reconnect()
+        if not writes or not result.answered:
+            self._last_failure = result.what
+            if self._breaker.failed(now_ns):
+                self._lanes.reconnect()
+                self._failures.blame_tier()
+                why = f"its breaker is open: {result.what}"
+                self._lanes.end_all(Result(TierOutcome.UNAVAILABLE, what=why))
+
+    def _remember(self, ticket: _Ticket, job: TierJob, result: Result) -> None:
+        """An object that cannot be read is not promised for a while, and the next put of it is written."""
+        assert ticket.name is not None
+        if result.outcome is TierOutcome.DONE and (ticket.kind == "get" or result.bytes):
+            self._failures.forget(ticket.name)
+        elif ticket.kind == "get" and job.began_ns and result.outcome in _UNREAD:
+            self._failures.note(ticket.name, job.ended_ns)
 
     def _watch_corruption(self, outcome: TierOutcome) -> None:
         if outcome is TierOutcome.CORRUPT:

@@ -16,11 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from kvserver.config import TierUrl
-from kvserver.l2.remote.store import StoreClient, StoreClosed, StoreError, StoreFull, StoreTimeout
+from kvserver.l2.remote.store import (
+    StoreClient,
+    StoreClosed,
+    StoreError,
+    StoreFull,
+    StoreRefused,
+    StoreTimeout,
+)
 from kvserver.protocol import ConfigError
 
 _PORT = 6379
-_MOST_VALUE_BYTES = 512 << 20  # proto-max-bulk-len, by default
+_LARGEST_VALUE = "proto-max-bulk-len"
+_MOST_VALUE_BYTES = 512 << 20  # that, by default
 _MOST_QUESTIONS = 512
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _MOST_EXPIRY_SECONDS = 10 * 365 * 86400
@@ -111,7 +119,6 @@ class _TooLarge(StoreError):
 
 
 class _ValkeyClient:
-    most_value_bytes = _MOST_VALUE_BYTES
     most_questions = _MOST_QUESTIONS
 
     def __init__(self, url: ValkeyUrl) -> None:
@@ -119,6 +126,7 @@ class _ValkeyClient:
 
         glide: Any = glide_sync
         self._glide = glide
+        self.most_value_bytes = _MOST_VALUE_BYTES
         self._expiry_seconds = url.expiry_seconds
         self._expiry = glide.ExpirySet(glide.ExpiryType.SEC, url.expiry_seconds) if url.expiry_seconds else None
         credentials = (
@@ -141,6 +149,7 @@ class _ValkeyClient:
             cluster = glide.GlideClusterClientConfiguration(nodes, advanced_config=advanced, **common)
             self._client = self._connect(lambda: glide.GlideClusterClient.create(cluster), url)
             self._new_batch = glide.ClusterBatch
+            self.most_value_bytes = self._largest_value()
             return
         alone = glide.GlideClientConfiguration(
             nodes,
@@ -153,8 +162,9 @@ class _ValkeyClient:
         if "cluster_enabled:1" in self._cluster_info():
             self.close()
             raise StoreError("the server is a node of a cluster: add cluster=true, or name a proxy before it")
+        self.most_value_bytes = self._largest_value()
 
-    def get(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[memoryview | None]:
+    def get(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[memoryview | StoreError | None]:
         try:
             if len(names) == 1:
                 counts = [self._try(lambda: self._client.get(names[0], buffer=buffers[0]))]
@@ -167,19 +177,20 @@ class _ValkeyClient:
         pairs = zip(counts, buffers, strict=True)
         return [None if count is None else buffer[: int(count)] for count, buffer in pairs]
 
-    def put(self, names: Sequence[str], values: Sequence[memoryview]) -> list[str]:
+    def put(self, names: Sequence[str], values: Sequence[memoryview]) -> list[StoreError | None]:
         if len(names) == 1:
             try:
                 self._try(lambda: self._client.set(names[0], values[0], expiry=self._expiry))
-            except StoreFull as error:
-                return [str(error)]
-            return [""]
+            except (StoreFull, StoreRefused) as error:
+                return [error]
+            return [None]
         batch = self._new_batch(is_atomic=False)
         for name, value in zip(names, values, strict=True):
             batch.set(name, value, expiry=self._expiry)
-        return [self._refusal(answer) for answer in self._exec(batch, raises=False)]
+        answers = self._exec(batch, raises=False)
+        return [self._error(answer) if isinstance(answer, self._glide.GlideError) else None for answer in answers]
 
-    def exist(self, names: Sequence[str]) -> list[bool]:
+    def exist(self, names: Sequence[str]) -> list[bool | StoreError]:
         if len(names) == 1:
             return [bool(self._try(lambda: self._client.exists(list(names))))]
         batch = self._new_batch(is_atomic=False)
@@ -227,14 +238,13 @@ class _ValkeyClient:
             return ""
         return found.decode()
 
-    def _refusal(self, answer: Any) -> str:
-        """Why a value of a batch was not stored; "" if it was. StoreError if the store is not full."""
-        if not isinstance(answer, self._glide.GlideError):
-            return ""
-        error = self._error(answer)
-        if isinstance(error, StoreFull):
-            return str(error)
-        raise error
+    def _largest_value(self) -> int:
+        """What the server takes: it hangs up on a larger one. The default where the user may not ask."""
+        try:
+            found = self._client.config_get([_LARGEST_VALUE])
+        except self._glide.RequestError:
+            return _MOST_VALUE_BYTES
+        return int(found.get(_LARGEST_VALUE.encode(), _MOST_VALUE_BYTES))
 
     def _exec(self, batch: Any, raises: bool = True) -> list[Any]:
         return list(self._try(lambda: self._client.exec(batch, raise_on_error=raises)) or [])
@@ -254,5 +264,9 @@ class _ValkeyClient:
             return _TooLarge(text)
         if "OOM" in text or "exceeds maximum allowed size" in text:
             return StoreFull(text)
-        kind = StoreClosed if isinstance(error, self._glide.ClosingError) else StoreError
+        kind = StoreError
+        if isinstance(error, self._glide.ClosingError):
+            kind = StoreClosed
+        elif "signalled by the server" in text:
+            kind = StoreRefused
         return kind(f"{type(error).__name__}: {text}")

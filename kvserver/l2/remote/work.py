@@ -10,7 +10,7 @@ import contextlib
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from kvserver._native import HostRegion, Record, RecordMatch
@@ -19,7 +19,7 @@ from kvserver.l2.remote.generations import Generations
 from kvserver.l2.remote.lanes import Job, JobEnded, Lane
 from kvserver.l2.remote.names import Names
 from kvserver.l2.remote.search import chain_length
-from kvserver.l2.remote.store import StoreError, StoreFull, StoreTimeout
+from kvserver.l2.remote.store import StoreError, StoreFull, StoreRefused, StoreTimeout
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,8 @@ class Result:
     bytes: int = 0
     what: str = ""
     answered: bool = False  # the store answered, whatever it was
-    failed: bool = False  # it did not, or was not there
+    failed: bool = False  # it did not do what was requested, or was not there
+    refused: str = ""  # of a ping: why the store takes no writes
     exists: tuple[tuple[ObjectName, bool], ...] = ()  # what was found out on the way
 
 
@@ -41,10 +42,12 @@ class StoreObject:
     name: ObjectName
     memory: ObjectMemory
     absent: bool = False  # the store is known not to have it
+    replaces: bool = False  # what the store has under the name is of no use
 
 
 TierJob: TypeAlias = Job[Result]
 CHANGED = "cleared by another daemon"
+_PING = b"kvserver"
 
 
 def answer(
@@ -64,14 +67,24 @@ def failure(error: Exception) -> Result:
     if isinstance(error, StoreTimeout):
         return Result(TierOutcome.TIMEOUT, what=str(error), failed=True)
     if isinstance(error, StoreError):
-        return Result(TierOutcome.UNAVAILABLE, what=str(error), failed=True)
+        answered = isinstance(error, StoreRefused)
+        return Result(TierOutcome.UNAVAILABLE, what=str(error), answered=answered, failed=True)
     log.error("a request to a tier failed", exc_info=error)
     return Result(TierOutcome.UNAVAILABLE, what=f"{type(error).__name__}: {error}")
 
 
-def _read(item: StoreObject, match: RecordMatch | None, changed: bool) -> Result:
+def of_one_command(results: dict[TierJob, Result]) -> dict[TierJob, Result]:
+    """One of several names that failed is no failure of the store: the others were answered."""
+    if all(result.failed for result in results.values()):
+        return results
+    return {job: replace(result, failed=False) for job, result in results.items()}
+
+
+def _read(item: StoreObject, match: RecordMatch | StoreError | None, changed: bool) -> Result:
     """`match`: of the record that was found; None: none was."""
     absent = [(item.name, False)]
+    if isinstance(match, StoreError):
+        return failure(match)
     if match is None:
         return answer(TierOutcome.MISSING, exists=absent)
     if match is RecordMatch.CORRUPT:
@@ -84,8 +97,12 @@ def _read(item: StoreObject, match: RecordMatch | None, changed: bool) -> Result
 
 
 class StoreWork:
-    def __init__(self, names: Names, generations: Generations, region: HostRegion, page_bytes: int) -> None:
-        self._names, self._generations = names, generations
+    """`read_only`: nothing is written, deleted or created."""
+
+    def __init__(
+        self, names: Names, generations: Generations, region: HostRegion, page_bytes: int, read_only: bool
+    ) -> None:
+        self._names, self._generations, self._read_only = names, generations, read_only
         self._region, self._page_bytes = region, page_bytes
 
     def put(self, jobs: Sequence[TierJob], lane: Lane) -> dict[TierJob, Result]:
@@ -98,10 +115,12 @@ class StoreWork:
             if records[job].packed_bytes > client.most_value_bytes:
                 what = f"the store takes values of {client.most_value_bytes} bytes at most"
                 results[job] = Result(TierOutcome.FULL, what=what)
-        unsure = [job for job in jobs if job not in results and not job.item.absent]
+        unsure = [job for job in jobs if job not in results and not job.item.absent and not job.item.replaces]
         if unsure:
             for job, there in zip(unsure, client.exist(self._where(unsure, generation)), strict=True):
-                if there:
+                if isinstance(there, StoreError):
+                    results[job] = failure(there)
+                elif there:
                     results[job] = answer(TierOutcome.DONE, exists=[(job.item.name, True)])
         packed: dict[TierJob, memoryview] = {}
         absent = [job for job in jobs if job not in results]
@@ -112,16 +131,16 @@ class StoreWork:
                     records[job].pack_into(view)
                 packed[job] = view
         if packed:
-            refusals = client.put(self._where(packed, generation), list(packed.values()))
+            errors = client.put(self._where(packed, generation), list(packed.values()))
             changed = self._generations.of(client, namespace) != generation
-            for job, refusal in zip(packed, refusals, strict=True):
-                if refusal:
-                    results[job] = answer(TierOutcome.FULL, what=refusal)
+            for job, error in zip(packed, errors, strict=True):
+                if error is not None:
+                    results[job] = failure(error)
                 elif changed:
                     results[job] = answer(TierOutcome.CANCELLED, what=CHANGED)
                 else:
                     results[job] = answer(TierOutcome.DONE, records[job].bytes, exists=[(job.item.name, True)])
-        return results
+        return of_one_command(results)
 
     def get(self, jobs: Sequence[TierJob], lane: Lane) -> dict[TierJob, Result]:
         """REQUIRES: each is of a StoreObject, all of one namespace."""
@@ -130,39 +149,49 @@ class StoreWork:
         records = [self._record(job.item, generation) for job in jobs]
         where = self._where(jobs, generation)
         found = client.get(where, lane.buffer.views([record.packed_bytes for record in records]))
-        matches: dict[TierJob, RecordMatch | None] = {}
+        matches: dict[TierJob, RecordMatch | StoreError | None] = {}
         for job, record, packed in zip(jobs, records, found, strict=True):
             with contextlib.suppress(JobEnded):
-                if packed is None:
-                    matches[job] = None
+                if packed is None or isinstance(packed, StoreError):
+                    matches[job] = packed
                     continue
                 with lane.inside(job):
                     match = record.unpack(packed)
                 matches[job] = match
         useless = (RecordMatch.CORRUPT, RecordMatch.OTHER)
         if wrong := [place for job, place in zip(jobs, where, strict=True) if matches.get(job) in useless]:
-            client.delete(wrong)  # a store may keep it, else, when the right one is put
+            self._remove(lane, wrong)  # a store may keep it, else, when the right one is put
         changed = self._generations.of(client, namespace) != generation
-        return {job: _read(job.item, match, changed) for job, match in matches.items()}
+        return of_one_command({job: _read(job.item, match, changed) for job, match in matches.items()})
 
     def probe(self, job: TierJob, lane: Lane, names: Sequence[ObjectName], chain: bool) -> Result:
         """REQUIRES: all names are of one namespace. Of a chain what is behind the first absent object counts as absent, too."""
         client = lane.client
         generation = self._generations.of(client, names[0].namespace)
 
+        unknown: dict[ObjectName, StoreError] = {}
+
         def exist(places: Sequence[int]) -> list[bool]:
             lane.check(job)
-            return client.exist([self._names.of(names[place], generation) for place in places])
+            answers = client.exist([self._names.of(names[place], generation) for place in places])
+            unknown.update(
+                {names[at]: each for at, each in zip(places, answers, strict=True) if isinstance(each, StoreError)}
+            )
+            return [each is True for each in answers]
 
         if chain:
             length = chain_length(len(names), client.most_questions, exist)
             found = [(name, place < length) for place, name in enumerate(names)]
+            if length < len(names) and names[length] in unknown:
+                found = found[:length]  # nothing is known of those behind it
         else:
             found = []
             for first in range(0, len(names), client.most_questions):
                 places = range(first, min(first + client.most_questions, len(names)))
                 found += [(names[place], there) for place, there in zip(places, exist(places), strict=True)]
-        return answer(TierOutcome.DONE, exists=found)
+        if unknown and not (known := [each for each in found if each[0] not in unknown]):
+            return failure(next(iter(unknown.values())))
+        return answer(TierOutcome.DONE, exists=known if unknown else found)
 
     def delete(self, lane: Lane, names: Sequence[ObjectName]) -> Result:
         for where in self._named(lane, names):
@@ -179,8 +208,31 @@ class StoreWork:
         return answer(TierOutcome.DONE)
 
     def ping(self, lane: Lane) -> Result:
-        self._generations.ping(lane.client)
-        return answer(TierOutcome.DONE)
+        """Whether the store answers, and unless the tier is read-only whether it takes writes."""
+        present = self._generations.reads(lane.client)
+        if self._read_only:
+            return answer(TierOutcome.DONE)
+        try:
+            if not present:
+                self._generations.create(lane.client)
+            (view,) = lane.buffer.views([len(_PING)])
+            view[:] = _PING
+            (error,) = lane.client.put([self._names.of_ping()], [view])
+        except StoreError as raised:
+            error = raised
+        # A store that is full takes what it has deleted something for.
+        return Result(
+            TierOutcome.DONE, answered=True, refused="" if error is None or isinstance(error, StoreFull) else str(error)
+        )
+
+    def _remove(self, lane: Lane, where: Sequence[str]) -> None:
+        """Housekeeping: what it meets changes no outcome."""
+        if self._read_only:
+            return
+        try:
+            lane.client.delete(where)
+        except StoreError as error:
+            log.info("%d objects that failed their checks could not be deleted: %s", len(where), error)
 
     def _named(self, lane: Lane, names: Sequence[ObjectName]) -> list[list[str]]:
         """Where the objects are, in batches, their order kept inside a namespace."""

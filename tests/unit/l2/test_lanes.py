@@ -273,6 +273,9 @@ class FailingClient:
         assert self.go.wait(20)
         return [True for _ in names]
 
+    def put(self, names: Sequence[str], values: Sequence[memoryview]) -> list[StoreError | None]:
+        return [None] * len(names)
+
     def read_ids(self, names: Sequence[str]) -> list[bytes | None]:
         return [b"i" * 16 for _ in names]
 
