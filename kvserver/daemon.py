@@ -9,7 +9,6 @@ import errno
 import gc
 import logging
 import os
-import resource
 import secrets
 import signal
 from types import FrameType
@@ -19,6 +18,7 @@ from kvserver import __version__
 from kvserver._native import HostRegion
 from kvserver.cache import POLICIES, Cache, PagePool, page_bytes_for
 from kvserver.config import Configuration, Placement, Settings, parse_shares, parse_tiers, read_token, set_up_logging
+from kvserver.config.descriptors import raise_descriptor_limit
 from kvserver.copy import THIS_MACHINE, Devices, GpuRules, Hardware, chosen_l1, map_l1
 from kvserver.l2 import make_tier
 from kvserver.parts import Observability, Parts
@@ -44,7 +44,7 @@ def serve(configuration: Configuration, hardware: Hardware = THIS_MACHINE, drain
     set_up_logging(settings)
     for number in _KEPT_ALIVE_THROUGH:
         signal.signal(number, lambda _number, _frame: None)
-    _raise_descriptor_limit()
+    raise_descriptor_limit()
     http_token = read_token(settings.http_token_file)
     chosen = chosen_l1(settings)
     endpoint = Endpoint(settings.endpoint)
@@ -85,11 +85,6 @@ def serve(configuration: Configuration, hardware: Hardware = THIS_MACHINE, drain
 
 
 # ---- start --------------------------------------------------------------------------------------
-
-
-def _raise_descriptor_limit() -> None:
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a worker brings up to 251 descriptors
 
 
 def _make_l1(

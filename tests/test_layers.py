@@ -39,8 +39,9 @@ ORDER = [
 ROOMS = [name for name in ORDER if (PACKAGE / name).is_dir()]
 # Modules that other rooms import by name: what they load is for few.
 STATUS = {"protocol.status", "protocol.kv_status"}  # for the daemon and its readers, never for engines
+LISTENING = {"config.descriptors", "config.listen_gate"}  # for what listens
 BESIDE_THE_FACE = {
-    *("protocol.client", *STATUS),
+    *("protocol.client", *STATUS, *LISTENING),
     *("telemetry.otlp", "telemetry.tracing", "telemetry.prometheus", "telemetry.metrics_process"),
 }
 NO_FACE = {"web", "cli", "bench"}  # rooms whose modules are imported by name, by few
@@ -220,7 +221,7 @@ def test_a_face_loads_no_exporter_no_http_and_no_command(room: str) -> None:
     assert not {name.split(".")[0] for name in loaded} & NEVER_BY_A_FACE
     rooms = {room_of(name.removeprefix("kvserver.")) for name in loaded if name.startswith("kvserver.")}
     assert rooms <= set(ORDER[: ORDER.index(room) + 1])
-    beside = BESIDE_THE_FACE if room in ONLY else BESIDE_THE_FACE - STATUS
+    beside = BESIDE_THE_FACE if room in ONLY else BESIDE_THE_FACE - STATUS - LISTENING
     assert not {name.removeprefix("kvserver.") for name in loaded} & beside
 
 

@@ -116,6 +116,12 @@ class Chunk:
             ends[later] += grown
         self._slots = ends.tobytes() + self._slots[4 * count : begin] + slot + self._slots[end:]
 
+    def is_filling(self, group: int) -> bool:
+        """A store or a fill copies to one of the group's slots now: its end is the end of every wait for the object."""
+        groups = self.namespace.groups
+        slots = range(groups.first[group], groups.first[group] + groups.slots[group])
+        return any(self.has_slot(number) and not self.done >> number & 1 for number in slots)
+
     def remove_object(self, group: int) -> bytes:
         """Remove the group's slots and return them joined. REQUIRES: none is filled now."""
         groups = self.namespace.groups

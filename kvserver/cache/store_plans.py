@@ -153,14 +153,24 @@ class StorePlans(Space):
         for chunk in self.index.find_chunks(namespace_id, keys):
             if chunk is None or not chunk.ready >> group & 1 or chunk.leases or chunk.pins:
                 continue
-            slots = chunk.remove_object(group)
-            self.pool.free_pages(slots)
-            chunk.namespace.model.pages -= page_count(slots)
-            if not chunk.done:
-                self.index.detach_chunk(chunk)
-                self._free_chunk(chunk)
+            self._drop_object(chunk, group)
             dropped.append(chunk.key)
         return b"".join(dropped)
+
+    def drop_incomplete(self, namespace_id: bytes, group: int, keys: bytes) -> None:
+        """Free the slots of objects that lack a rank's bytes, if nothing fills them: such objects can be stored anew whole."""
+        for chunk in self.index.find_chunks(namespace_id, keys):
+            if chunk is not None and not chunk.ready >> group & 1 and not chunk.is_filling(group):
+                self._drop_object(chunk, group)
+
+    def _drop_object(self, chunk: Chunk, group: int) -> None:
+        """REQUIRES: nothing reads or fills it."""
+        slots = chunk.remove_object(group)
+        self.pool.free_pages(slots)
+        chunk.namespace.model.pages -= page_count(slots)
+        if chunk.empty:
+            self.index.detach_chunk(chunk)
+            self._free_or_track(chunk)
 
     def _complete_plan(self, plan: StorePlan) -> None:
         """Unpin all chunks but those that the plan fills."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import zmq
 
 from kvserver.config import SocketFile, parse_events_endpoint
+from kvserver.config.listen_gate import ListenGate
 from kvserver.kv_events.stream import Batch, Stream, fill
 from kvserver.kv_events.wire import batch
 
@@ -68,6 +69,7 @@ class StreamSockets:
         self._pub: zmq.Socket[bytes] | None = None
         self._router: zmq.Socket[bytes] | None = None
         self._files: list[tuple[zmq.Socket[bytes], SocketFile]] = []
+        self._gates: list[ListenGate] = []
         self._retry_at = 0.0
         self._replays: dict[bytes, _Replay] = {}
         self.endpoint = self.replay_endpoint = ""
@@ -95,12 +97,11 @@ class StreamSockets:
             for kind, url in zip((zmq.XPUB, zmq.ROUTER), self._urls, strict=False):
                 made.append(self._context.socket(kind))
                 self._configure(made[-1], url)
+                self._gates.append(ListenGate(made[-1]))
                 own = nth_endpoint(url, self._number, self._stream.model_name, self._stream.form)
                 self._bind(made[-1], f"{own}-{self._number}" if own in taken and own.startswith("ipc://") else own)
         except (zmq.ZMQError, OSError, ValueError) as error:
-            for socket in made:
-                socket.close(0)
-            self._remove_files()
+            self._close(made, 0)
             self._cannot_bind(url, error)
             return []
         self._pub, self._router = made[0], made[1] if made[1:] else None
@@ -134,11 +135,6 @@ class StreamSockets:
             log.error("KV events of %s (%s): %s", self._stream.model_name, self._stream.form, state)
         self.state = state
 
-    def _remove_files(self) -> None:
-        for _, file in self._files:
-            file.remove()
-        self._files = []
-
     @staticmethod
     def _configure(socket: zmq.Socket[bytes], url: str) -> None:
         socket.setsockopt(zmq.LINGER, 0)
@@ -153,10 +149,16 @@ class StreamSockets:
         socket.setsockopt(zmq.IPV6, int("[" in url))
 
     def close(self, linger_ms: int) -> None:
-        for socket in (self._pub, self._router):
-            if socket is not None:
-                socket.close(linger_ms)
-        self._remove_files()
+        self._close([socket for socket in (self._pub, self._router) if socket is not None], linger_ms)
+
+    def _close(self, sockets: list[zmq.Socket[bytes]], linger_ms: int) -> None:
+        for gate in self._gates:
+            gate.close()
+        for socket in sockets:
+            socket.close(linger_ms)
+        for _, file in self._files:
+            file.remove()
+        self._gates, self._files = [], []
 
     # ---- publishing -----------------------------------------------------------------------------
 

@@ -41,6 +41,9 @@ class ErrorCode(str, enum.Enum):
     DEVICE_LOST = "device_lost"  # the device that copies for the server is lost; the server answers, but cannot copy
     SHARED = "shared"  # other instances or machines may use what was to be cleared; the message names them
     STORAGE = "storage"  # a tier of L2 failed; the message names it
+    NO_DESCRIPTORS = (
+        "no_descriptors"  # the server has too few left to attach a worker; the message names the limit to raise
+    )
     INTERNAL = "internal"
 
 

@@ -16,9 +16,9 @@ from typing import IO
 from urllib.parse import urlsplit
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from kvserver.config import SocketFile
+from kvserver.config.listen_gate import ListenGate, Report
 from kvserver.protocol import MOST_MESSAGE_BYTES, ConfigError, stranger_at
 
 log = logging.getLogger(__name__)
@@ -45,6 +45,7 @@ class Endpoint:
         self.router.setsockopt(zmq.RCVHWM, 10_000)
         self.router.setsockopt(zmq.SNDHWM, 10_000)
         _refuse_other_users(self.router)
+        self._gate = ListenGate(self.router, _Strangers().log)
 
     def bind(self) -> None:
         """ConfigError if the address is another process's, or cannot be bound. A dead daemon's socket file is replaced."""
@@ -75,6 +76,7 @@ class Endpoint:
 
     def close(self, linger_ms: int = 0) -> None:
         """`linger_ms`: for replies on their way to engines. The lock is released last: another daemon may serve the URL then."""
+        self._gate.close()
         self._context.destroy(linger_ms)
         for file in (self._file, self.fd_file):
             if file is not None:
@@ -82,19 +84,15 @@ class Endpoint:
         self._lock.close()
 
 
-class Strangers:
-    """The peers that ZMQ refuses at an ipc endpoint by their credentials. `reports` is readable when there are some."""
+class _Strangers:
+    """The peers that ZMQ refuses at an ipc endpoint by their credentials."""
 
-    def __init__(self, router: zmq.Socket[bytes]) -> None:
-        self.reports = router.get_monitor_socket(zmq.EVENT_ACCEPT_FAILED)
+    def __init__(self) -> None:
         self._logged = False
 
-    def log(self) -> None:
+    def log(self, report: Report) -> None:
         """Once: an engine connects again and again, and ZMQ does not state whose it is."""
-        while self.reports.poll(0):
-            report = parse_monitor_message(self.reports.recv_multipart(zmq.NOBLOCK))
-            if int(report["value"]) in _FAILED or self._logged:
-                continue
+        if int(report["value"]) not in _FAILED and not self._logged:
             self._logged = True
             log.warning(
                 "refused a connection of another user on %s: this daemon is of uid %d; run engine and daemon as one user "

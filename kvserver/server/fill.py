@@ -50,6 +50,7 @@ class Fill:
     instance: Instance
     worker: Worker  # one of the instance's, also after it disconnected
     coverages: Sequence[Coverage | None]
+    overtaken_until_ns: int  # by fills that have room, while this one waits for room
     due_ns: int
     hit_chunks: int  # of L1 when the fill began
     chunks: int = 0  # of the hit that it is to give
@@ -93,6 +94,5 @@ def batches(missing: Sequence[MissingObjects]) -> Iterator[MissingObjects]:
 
 
 def is_filling(chunk: Chunk, group: int) -> bool:
-    groups = chunk.namespace.groups
-    slots = range(groups.first[group], groups.first[group] + groups.slots[group])
-    return not chunk.detached and not chunk.ready >> group & 1 and any(map(chunk.has_slot, slots))
+    """A store or another fill is under way for exactly this object. A slot of one rank does not show that another follows."""
+    return not chunk.detached and chunk.is_filling(group)

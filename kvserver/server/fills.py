@@ -14,7 +14,8 @@ A turn of the loop plans one fill, reserves one batch, or begins to read one: ot
 
 Bytes of fills under way, and of fills whose request has not loaded them yet, are at most an eighth of L1, or 256 MiB if that is
 more, but never more than three quarters of L1: else waiting requests would evict what others are about to load. A fill that
-finds no room waits for its turn; one that never fits is cut.
+finds no room waits for its turn, and fills that have room overtake it for half of its time. A fill that never fits is cut to the
+greatest hit that does.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from kvserver.protocol import KEY_BYTES, AwaitFill, Durability, Lookup, LookupRe
 from kvserver.server.chunk_events import publish_evicted
 from kvserver.server.fill import BATCH, Fill, FillBatch, Filled, Owner, batches, bytes_of, is_filling
 from kvserver.server.instances import Instance
-from kvserver.server.presence import Attainable, MissingObjects, Presence, keys_of
+from kvserver.server.presence import Attainable, MissingObjects, Presence, keys_of, most_within
 from kvserver.server.read_rates import MOST_READS, ReadRates
 from kvserver.server.tickets import Respond
 from kvserver.server.tiers import Tiers
@@ -106,9 +107,10 @@ class Fills:
         if namespace is None or durability is Durability.PROCESS or len(self._fills) >= MOST_FILLS:
             respond(reply)
             return
+        now_ns, wait_ns = int(self._clock() * 1e9), request.wait_ms * 1_000_000
         fill = self._fills[owner] = Fill(
             owner, lookup, respond, namespace, durability, instance, instance.any_worker(), list(instance.coverages),
-            int(self._clock() * 1e9) + request.wait_ms * 1_000_000, reply.hit_chunks,
+            now_ns + wait_ns // 2, now_ns + wait_ns, reply.hit_chunks,
         )  # fmt: skip
         self._probe(fill)
 
@@ -128,7 +130,7 @@ class Fills:
     def _plan(self, fill: Fill) -> None:
         """Queue what is to be read; answer at once if that is nothing, or would take longer than to compute it."""
         fill.planned = True
-        found = self._fitting(fill)
+        found = self._fitting(fill, self._bound)
         if found is None:
             self._finish(fill)
             return
@@ -141,17 +143,18 @@ class Fills:
             fill.planned_at, fill.expected_seconds = self._clock(), self._rates.expected_seconds(found.reads)
         self._queue(fill, found)
 
-    def _fitting(self, fill: Fill, most: int | None = None) -> Attainable | None:
-        """The greatest hit at boundary `most` or before whose fill is within the bound: of more, half, a quarter ... is tried."""
+    def _fitting(self, fill: Fill, bound: int) -> Attainable | None:
+        """The greatest hit whose fill reads at most `bound` bytes."""
         if fill.instance.coverages != fill.coverages:  # a rank has disconnected
             return None
+        most = None
         while True:
             found = self._presence.attainable(
                 fill.instance, fill.namespace, fill.lookup.keys, fill.hit_chunks, fill.durability, most
             )
-            if found is None or bytes_of(found) <= self._bound:
+            if found is None or bytes_of(found) <= bound:
                 return found
-            most = fill.hit_chunks + (found.chunks - fill.hit_chunks) // 2
+            most = most_within(bound, found, fill.worker.spec.object_groups, fill.coverages)
 
     def _queue(self, fill: Fill, found: Attainable) -> None:
         fill.chunks, fill.todo, fill.bytes = found.chunks, deque(batches(found.missing)), bytes_of(found)
@@ -213,13 +216,13 @@ class Fills:
             if not fill.planned and not fill.probes:  # first: its answer may be that nothing is read
                 self._plan(fill)
                 return True
-        has_room = True
+        may_overtake = True
         for fill in list(self._fills.values()):
             if fill.probes or fill.ended:
                 continue
             if not fill.began:
-                has_room = has_room and self._fits_beside_others(fill)
-                if not has_room:  # none overtakes another, but those that have begun go on
+                if not (may_overtake and self._fits_beside_others(fill)):
+                    may_overtake = may_overtake and now_ns < fill.overtaken_until_ns  # else it might never have room
                     continue
                 fill.began = True
             self._finish_if_done(fill)  # or plan what another fill did not bring
@@ -238,9 +241,10 @@ class Fills:
     def _reserve_batch(self, fill: Fill, missing: MissingObjects) -> None:
         coverage = fill.coverages[missing.group]
         assert coverage is not None
-        worker = fill.worker
+        worker, keys = fill.worker, keys_of(fill.lookup.keys, missing.places)
+        self._cache.drop_incomplete(fill.namespace, missing.group, keys)
         plan = self._cache.plan_store(
-            fill.namespace, worker.layout, keys_of(fill.lookup.keys, missing.places), coverage.slot_bytes,
+            fill.namespace, worker.layout, keys, coverage.slot_bytes,
             group=missing.group, slots=coverage.slots, model_name=worker.spec.model_name,
         )  # fmt: skip
         publish_evicted(self._bus, int(self._clock() * 1e9), plan)
@@ -256,9 +260,10 @@ class Fills:
         fill.todo.clear()
         if fill.only_chunks:
             return
+        had_space = sum(batch.coverage.bytes * len(batch.plan.prefix) for batch in fill.reserved)
         self._release(fill)
         fill.awaited.clear()
-        found = self._fitting(fill, fill.hit_chunks + (fill.chunks - fill.hit_chunks) // 2)
+        found = self._fitting(fill, had_space)
         if found is not None:
             self._queue(fill, found)
 

@@ -23,6 +23,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from kvserver.config import SocketFile
+from kvserver.config.descriptors import FOR_ENGINES, RESERVE, SHORT, has_free_descriptors
 from kvserver.protocol import (
     CONNECTION_REFUSED,
     Attached,
@@ -134,6 +135,11 @@ class Lifelines:
             self.refused[CONNECTION_REFUSED] += 1
             self._refuse_with_spare()
             return None
+        if not has_free_descriptors(FOR_ENGINES):
+            log.warning("refused a connection on %s: %s", self.path, SHORT)
+            self.refused[CONNECTION_REFUSED] += 1
+            connection.close()
+            return None
         connection.setblocking(False)
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         pid, uid, _gid = struct.unpack("3i", credentials)
@@ -186,8 +192,13 @@ class Lifelines:
             raw, fds, flags = b"", [], 0
         if raw and not lifeline.attached:
             lifeline.fds = list(fds)
-            if self._attach(lifeline, raw, flags):
-                return None
+            try:
+                self._attach(lifeline, raw, flags)
+                if self._send(lifeline, encode(Attached(attachment=lifeline.number, says_detached=True))):
+                    return None
+            except KVServerError as error:
+                self.refused[error.code.value] += 1
+                self._send(lifeline, encode(Error(code=error.code.value, message=error.message)))
         else:
             for extra in fds:
                 os.close(extra)
@@ -196,18 +207,16 @@ class Lifelines:
         self.close(lifeline)
         return lifeline
 
-    def _attach(self, lifeline: Lifeline, raw: bytes, flags: int) -> bool:
-        try:
-            if flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):
-                raise KVServerError(ErrorCode.TOO_LARGE, f"Attach takes at most {MAX_FDS} descriptors")
-            if decode_attach(raw).token != self.token:
-                raise KVServerError(ErrorCode.BAD_TOKEN, "the token is not the one of HelloReply; send Hello again")
-        except KVServerError as error:
-            self.refused[error.code.value] += 1
-            self._send(lifeline, encode(Error(code=error.code.value, message=error.message)))
-            return False
+    def _attach(self, lifeline: Lifeline, raw: bytes, flags: int) -> None:
+        """KVServerError unless it may attach."""
+        cut = flags & socket.MSG_CTRUNC
+        if flags & socket.MSG_TRUNC or (cut and len(lifeline.fds) >= MAX_FDS):
+            raise KVServerError(ErrorCode.TOO_LARGE, f"Attach takes at most {MAX_FDS} descriptors")
+        if cut or not has_free_descriptors(RESERVE):  # the kernel cuts what this process has no descriptors for
+            raise KVServerError(ErrorCode.NO_DESCRIPTORS, SHORT)
+        if decode_attach(raw).token != self.token:
+            raise KVServerError(ErrorCode.BAD_TOKEN, "the token is not the one of HelloReply; send Hello again")
         lifeline.attached = True
-        return self._send(lifeline, encode(Attached(attachment=lifeline.number, says_detached=True)))
 
     @staticmethod
     def _send(lifeline: Lifeline, raw: bytes) -> bool:

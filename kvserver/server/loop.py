@@ -38,7 +38,6 @@ from kvserver.protocol import (
     decode_request,
 )
 from kvserver.protocol.status import DaemonStatus
-from kvserver.server.endpoint import Strangers
 from kvserver.server.handlers import Handlers
 from kvserver.server.lifeline import Lifelines
 from kvserver.server.replies import Call, Replies
@@ -82,7 +81,6 @@ class Server:
         self._keep_bound = keep_bound
         self._unreachable = ""  # why engines cannot connect
         self._router = router
-        self._strangers = Strangers(router)
         self._replies = Replies(router, bus)
         self.rpc = self._replies.rpc
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -142,7 +140,6 @@ class Server:
         """Until stop()."""
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
-        poller.register(self._strangers.reports, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
         watched: set[int] = set()
         more = False
@@ -165,8 +162,6 @@ class Server:
             more = self._serve_requests()
             if self._lifelines.listener_fd in ready:
                 self._guarded(self._lifelines.accept)
-            if self._strangers.reports in ready:
-                self._guarded(self._strangers.log)
             for fd in watched & ready.keys():
                 self._guarded(self._read_lifeline, fd)
             if self._wake in ready:

@@ -5,6 +5,7 @@ Owns: that search, and the comparison of reading with computing. Refuses to know
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -169,6 +170,29 @@ def hit_with(
         if lacks:
             missing.append(MissingObjects(group, lacks))
     return Attainable(boundary, tuple(missing))
+
+
+def most_within(
+    bound: int, found: Attainable, specs: Sequence[ObjectGroup], coverages: Sequence[Coverage | None]
+) -> int:
+    """The leading chunks of `found` that can be read within `bound` bytes beside its windows and states: fewer than it has.
+
+    REQUIRES: it reads more than that.
+    """
+    sizes: Counter[int] = Counter()  # of what all hits need, by place
+    for missing in found.missing:
+        coverage = coverages[missing.group]
+        assert coverage is not None, "a tier holds objects of groups with a coverage only"
+        if specs[missing.group].kind == "full":
+            for place in missing.places:
+                sizes[place] += coverage.bytes
+        else:
+            bound -= coverage.bytes * len(missing.places)
+    for place in sorted(sizes):
+        bound -= sizes[place]
+        if bound < 0:
+            return place
+    return found.chunks - 1
 
 
 def _has(chunk: Chunk | None, group: int) -> bool:

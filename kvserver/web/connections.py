@@ -23,6 +23,7 @@ from enum import Enum
 from http.server import ThreadingHTTPServer
 from typing import Any
 
+from kvserver.config.descriptors import RESERVE, SHORT, has_free_descriptors
 from kvserver.protocol.status import PagesStatus
 
 log = logging.getLogger(__name__)
@@ -107,10 +108,12 @@ class Connections(ThreadingHTTPServer):
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._admit(request):
+        if not has_free_descriptors(RESERVE):
+            self._turn_away(request, "descriptors", SHORT)
+        elif self._admit(request):
             super().process_request(request, client_address)
         else:
-            self._turn_away(request)
+            self._turn_away(request, "busy", "all connections are in use; retry later")
 
     def _admit(self, connection: socket.socket) -> bool:
         now = time.monotonic()
@@ -130,8 +133,8 @@ class Connections(ThreadingHTTPServer):
         waiting = [visit for visit in self._visits.values() if visit.phase is not Phase.ANSWERING and not visit.ended]
         return min(waiting, key=lambda visit: visit.since, default=None)
 
-    def _turn_away(self, connection: socket.socket) -> None:
-        body = json.dumps({"error": "busy", "message": "all connections are in use; retry later"}).encode()
+    def _turn_away(self, connection: socket.socket, reason: str, message: str) -> None:
+        body = json.dumps({"error": reason, "message": message}).encode()
         head = (
             "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\nConnection: close\r\n"
             f"Content-Length: {len(body)}\r\n\r\n"
@@ -139,7 +142,7 @@ class Connections(ThreadingHTTPServer):
         connection.setblocking(False)
         with contextlib.suppress(OSError):
             connection.send(head.encode() + body)
-        self.refused("busy")
+        self.refused(reason)
         self.shutdown_request(connection)
 
     def service_actions(self) -> None:

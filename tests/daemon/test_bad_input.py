@@ -18,6 +18,7 @@ from support.raw import REQUEST_ID, RawPeer
 from support.refusals import REFUSALS
 from support.worker import Worker, make_keys
 
+from kvserver.config.descriptors import FOR_ENGINES
 from kvserver.protocol import (
     PROTOCOL_VERSION,
     ChunkContents,
@@ -90,9 +91,10 @@ def test_a_daemon_without_free_descriptors_refuses_connections_and_serves_on(
     daemon = make_daemon()
     worker = make_worker(daemon)
     held = len(os.listdir(f"/proc/{daemon.pid}/fd"))
-    resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (held + 10, held + 10))
+    resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (held + 40, held + 40))
     connections = [connect(worker.hello.fd_path) for _ in range(60)]
     worker.round_trip()
+    assert len(os.listdir(f"/proc/{daemon.pid}/fd")) <= held + 40 - FOR_ENGINES + 2, "the last one, and its process"
     refused = [c for c in connections[40:] if c.recv(1) == b""]
     assert len(refused) == 20
     assert daemon.log.count("refused a connection") < 200

@@ -61,6 +61,7 @@ REACHED = set(ErrorCode) - {
     ErrorCode.DEVICE_LOST,
     ErrorCode.INTERNAL,
     ErrorCode.MEMORY_LOST,
+    ErrorCode.NO_DESCRIPTORS,
     ErrorCode.NOT_READY,
     ErrorCode.RANKS_DISAGREE,
     ErrorCode.STORAGE,

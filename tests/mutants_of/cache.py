@@ -78,6 +78,11 @@ MUTANTS = (
         "a chunk that left the index is not detached",
         CHUNK, "Namespace.left", "self._left.cleared = True", "pass", INDEX_TESTS,
     ),
+    Mutant(
+        "an object counts as being filled because another rank has stored it",
+        CHUNK, "Chunk.is_filling", " and not self.done >> number & 1", "",
+        ("issues/test_a_fill_waited_for_an_object_that_no_store_completed.py",),
+    ),
     # ---- groups.py ----------------------------------------------------------------------------------
     Mutant(
         "a hit ends where only full attention goes on",
@@ -201,6 +206,11 @@ MUTANTS = (
     Mutant(
         "an object is dropped while it is in use",
         CACHE_STORES, "StorePlans.drop_objects", " or chunk.leases or chunk.pins", "", GROUP_TESTS,
+    ),
+    Mutant(
+        "a fill drops the slots that a store copies to",
+        CACHE_STORES, "StorePlans.drop_incomplete", " and not chunk.is_filling(group)", "",
+        CACHE_TESTS,
     ),
     Mutant(
         "a tail leaves L1 after the chunk that it follows",

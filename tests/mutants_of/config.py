@@ -8,6 +8,11 @@ CAPACITY = "kvserver/config/capacity.py"
 SOCKET_FILES = "kvserver/config/socket_files.py"
 PATHS = "issues/test_paths_once_bound_were_trusted_for_ever.py"
 SHOWN_PASSWORDS = "issues/test_config_showed_passwords_of_storage.py"
+DESCRIPTORS = "kvserver/config/descriptors.py"
+LISTEN_GATE = "kvserver/config/listen_gate.py"
+GATE_TESTS = ("unit/config/test_listen_gate.py",)
+OUT_OF_DESCRIPTORS = "issues/test_a_daemon_without_descriptors_was_aborted.py"
+
 
 MUTANTS = (
     # ---- capacity.py --------------------------------------------------------------------------------
@@ -15,6 +20,24 @@ MUTANTS = (
         "a container's limit need not hold what the index needs",
         CAPACITY, "bytes_beside_l1", "+ l1_bytes * _INDEXED_BYTES // _OBJECT_BYTES", "",
         ("unit/cli/test_checks.py", "daemon/test_kubernetes.py"),
+    ),
+    # ---- descriptors.py -----------------------------------------------------------------------------
+    Mutant(
+        "descriptors count as free while the highest number is",
+        DESCRIPTORS, "has_free_descriptors", "return limit - used >= wanted", "return True", (OUT_OF_DESCRIPTORS,),
+    ),
+    # ---- listen_gate.py -----------------------------------------------------------------------------
+    Mutant(
+        "libzmq accepts without a look at free descriptors",
+        LISTEN_GATE, "ListenGate._run", "if not has_free_descriptors(FOR_ENGINES):", "if False:", (OUT_OF_DESCRIPTORS,),
+    ),
+    Mutant(
+        "a listener is armed for every connection from then on",
+        LISTEN_GATE, "ListenGate._arm", "events | select.EPOLLONESHOT", "events", GATE_TESTS,
+    ),
+    Mutant(
+        "a listener is armed before its first client",
+        LISTEN_GATE, "ListenGate._gate", "self._arm(listener, 0)", "self._arm(listener, select.EPOLLIN)", GATE_TESTS,
     ),
     # ---- shares.py ----------------------------------------------------------------------------------
     Mutant(

@@ -82,4 +82,10 @@ MUTANTS = (
         STREAM, "Stream._view", "self._add(view, [self._writer.cleared], 0)\n            if",
         "self._add(view, [], 0)\n            if", CONSUMERS,
     ),
+    # ---- descriptors --------------------------------------------------------------------------------
+    Mutant(
+        "readers of KV events take the daemon's last descriptors",
+        "kvserver/kv_events/stream_sockets.py", "StreamSockets.open", "self._gates.append(ListenGate(made[-1]))", "pass",
+        ("issues/test_a_daemon_without_descriptors_was_aborted.py::test_200_readers_of_kv_events_wait_while_few_descriptors_are_left",),
+    ),
 )  # fmt: skip

@@ -9,6 +9,8 @@ CONSUMERS = ("model/test_kv_events.py",)
 WHAT_IF_DAEMON = ("daemon/test_what_if.py",)
 FILLS = "kvserver/server/fills.py"
 TURN_TESTS = ("issues/test_a_fill_was_the_work_of_one_turn.py",)
+ROOM_TESTS = ("issues/test_a_fill_without_room_held_up_all_that_had_room.py",)
+INCOMPLETE_TESTS = ("issues/test_a_fill_waited_for_an_object_that_no_store_completed.py",)
 SPILL = "kvserver/server/spill.py"
 PRESENCE = "kvserver/server/presence.py"
 READ_RATES = "kvserver/server/read_rates.py"
@@ -40,6 +42,23 @@ MUTANTS = (
         FILLS, "Fills.step", "                    continue\n                fill.began = True",
         "                    return False\n                fill.began = True",
         ("issues/test_a_fill_that_waits_for_room_held_up_others.py",),
+    ),
+    Mutant(
+        "a fill without room holds up those behind it that have room",
+        FILLS, "Fills.step", "may_overtake and now_ns < fill.overtaken_until_ns", "False", ROOM_TESTS,
+    ),
+    Mutant(
+        "a fill without room is overtaken until it is due",
+        FILLS, "Fills.step", "may_overtake and now_ns < fill.overtaken_until_ns", "may_overtake", ROOM_TESTS,
+    ),
+    Mutant(
+        "a fill keeps one rank's bytes of an object that no store completes",
+        FILLS, "Fills._reserve_batch", "self._cache.drop_incomplete(fill.namespace, missing.group, keys)", "pass",
+        INCOMPLETE_TESTS,
+    ),
+    Mutant(
+        "a fill that is a little too large is halved",
+        PRESENCE, "most_within", "return place", "return place // 2", ROOM_TESTS,
     ),
     Mutant(
         "a fill is planned and reserves in one turn",

@@ -98,7 +98,7 @@ MUTANTS = (
     ),
     Mutant(
         "descriptors that the kernel left out are not missed",
-        LIFELINE, "Lifelines._attach", "if flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):", "if False:",
+        LIFELINE, "Lifelines._attach", "cut = flags & socket.MSG_CTRUNC", "cut = 0",
         ("unit/server/test_lifeline.py::test_too_many_descriptors_are_refused_and_closed",),
     ),
     Mutant(
@@ -124,6 +124,16 @@ MUTANTS = (
     Mutant(
         "the server ends a connection without a word",
         LIFELINE, "Lifelines.detach", "self._send(lifeline, encode(Detached()))", "pass", (DYING,),
+    ),
+    Mutant(
+        "a worker takes the daemon's last descriptors",
+        LIFELINE, "Lifelines._attach", "if cut or not has_free_descriptors(RESERVE):", "if cut:",
+        ("issues/test_a_daemon_without_descriptors_was_aborted.py",),
+    ),
+    Mutant(
+        "a connection without a worker takes the daemon's last descriptors",
+        LIFELINE, "Lifelines.accept", "if not has_free_descriptors(FOR_ENGINES):", "if False:",
+        ("daemon/test_bad_input.py::test_a_daemon_without_free_descriptors_refuses_connections_and_serves_on",),
     ),
     # ---- workers.py ---------------------------------------------------------------------------------
     Mutant(

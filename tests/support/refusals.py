@@ -318,6 +318,7 @@ REFUSALS: dict[ErrorCode, list[tuple[Refused, list[str]]]] = {
 OTHERS = {
     ErrorCode.CANCELLED,
     ErrorCode.MEMORY_LOST,
+    ErrorCode.NO_DESCRIPTORS,
     ErrorCode.DEVICE_LOST,
     ErrorCode.INTERNAL,
     ErrorCode.STORAGE,

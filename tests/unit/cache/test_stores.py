@@ -7,7 +7,7 @@ import pytest
 from kvserver.cache import Cache
 from kvserver.cache.pages import page_count
 from kvserver.protocol import KEY_BYTES, ErrorCode, KVServerError
-from unit.cache.small_cache import NS, OTHER, found, keys, plan, store
+from unit.cache.small_cache import NS, OTHER, found, keys, plan, store, which
 
 
 class TestReady:
@@ -114,6 +114,18 @@ class TestDuplicates:
     def test_after_a_failed_store_the_next_one_copies(self, cache: Cache) -> None:
         store(cache, "a", copied=False)
         assert store(cache, "a") == 1
+
+    def test_an_object_without_one_ranks_bytes_is_dropped_unless_a_store_fills_it(self, cache: Cache) -> None:
+        store(cache, "a", 0, 2)
+        store(cache, "b", 0, 2)
+        store(cache, "b", 1, 2)
+        under_way = plan(cache, "c", 0, 2)
+        cache.drop_incomplete(NS, 0, keys("abc"))
+        assert cache.pool.used_pages == 3
+        assert cache.finish_store(under_way, copied=True) == 0
+        assert store(cache, "c", 1, 2) == 1
+        assert which(cache, "abc") == "bc"
+        cache.audit()
 
 
 def test_keys_have_the_size_of_the_wire() -> None:
