@@ -76,10 +76,9 @@ class LogWriter:
 
     def step(self) -> bool:
         """Begin a round, if the last one has ended. True if there is more to do at once."""
-        if self._free:
-            self._free_some()
+        freed = self._free_some()
         if self._running:
-            return bool(self._free)
+            return freed
         if self.failure:
             self._table.drain_log()
         full = self.bytes + self._table.log_bytes > self._journal.capacity
@@ -90,7 +89,7 @@ class LogWriter:
             self._compact()
         else:
             self._write(full)
-        return bool(self._free)
+        return freed
 
     def try_again(self, now_ns: int) -> None:
         if self._retry_at_ns and self._retry_at_ns <= now_ns and not (self._running or self._compacting):
@@ -112,6 +111,7 @@ class LogWriter:
                 self._fail(error)
             elif freed:
                 self._free.append(freed)
+                self._free_some()  # at once: puts wait for it
 
         self._run(lambda: self._journal.append(entries), written)
 
@@ -119,8 +119,10 @@ class LogWriter:
         self._running += 1
         self._worker.run(call, then)
 
-    def _free_some(self) -> None:
-        """A slice: a clear frees all pages at once."""
+    def _free_some(self) -> bool:
+        """A slice: a clear frees all pages at once. False: there was nothing to free."""
+        if not self._free:
+            return False
         batch = self._free[0]
         part = bytes(batch[-_PER_FREE:])
         del batch[-_PER_FREE:]
@@ -128,6 +130,7 @@ class LogWriter:
             self._free.popleft()
         self._pool.free_pages(part)
         self.pending_pages -= page_count(part)
+        return True
 
     def write_last(self) -> None:
         """At the end: what waits, and the journal's last task. A compaction that is not complete is given up."""
