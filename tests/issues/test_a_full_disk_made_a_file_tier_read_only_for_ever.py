@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.file_tiers import NAMESPACE, PAGE, FaultyDisk, FileRig, SmallL1, keys_of, name_of
+from support.file_tiers import NAMESPACE, PAGE, FaultyDisk, FileRig, SmallL1, keys_of, name_of, size_of
 
 from kvserver.l2 import TierOutcome
+from kvserver.l2.files.folder import journal_bytes_of
 
 DONE = TierOutcome.DONE
 SIZE = "1MiB"
@@ -40,7 +41,7 @@ def test_the_journal_and_its_replacement_never_use_more_than_is_reserved_at_the_
 ) -> None:
     folder = tmp_path / "tier"
     reserved = used_bytes(folder, *JOURNALS)
-    assert reserved >= 2 * rig.tier._folder.journal_bytes > 0
+    assert reserved >= 2 * journal_bytes_of(size_of(1 << 20)) > 0
     inodes = {(folder / name).stat().st_ino for name in JOURNALS}
     for number in range(2000):
         assert rig.put(name_of(number), PAGE) is DONE
@@ -64,7 +65,9 @@ def test_records_that_are_too_many_for_the_journal_are_evicted(
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_tier_is_ready_again_when_there_is_space_again(rig: FileRig, disk: FaultyDisk, number: int) -> None:
+def test_a_tier_is_ready_again_when_there_is_space_again(
+    rig: FileRig, tmp_path: Path, disk: FaultyDisk, number: int
+) -> None:
     for each in range(20):
         assert rig.put(name_of(each), PAGE) is DONE
     rig.written()
@@ -86,8 +89,7 @@ def test_a_tier_is_ready_again_when_there_is_space_again(rig: FileRig, disk: Fau
     assert rig.put(name_of(30), PAGE) is DONE
     rig.until(lambda: rig.tier.status().used_bytes == used)
     rig.written().close()
-    folder = Path(rig.tier._folder.path)
-    again = FileRig(folder, SIZE).opened()
+    again = FileRig(tmp_path / "tier", SIZE).opened()
     assert again.holds(*range(31)) == [each for each in (*range(20), 30) if each != 3]
     again.close()
 

@@ -3,15 +3,18 @@ first leaf that was queued after a clear. The loop stood still for 0.14 to 2.4 s
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from support.file_tiers import key_of, keys_of
+from support.file_tiers import PAGE, FileRig, SmallL1, key_of, keys_of, name_of
 
 from kvserver._native import RecordTable
+from kvserver.l2 import TierOutcome
 
 NAMESPACE, OTHER, CHAIN, MOST = b"n" * 32, b"o" * 32, 32, 64
 FEW, MANY = 6_000, 60_000
@@ -90,3 +93,39 @@ def test_no_call_looks_at_more_where_the_tier_holds_ten_times_more(
 ) -> None:
     few, many = longest
     assert many[call] <= 1.5 * few[call] + 8, "a heap and the chains of a hash table grow with the logarithm"
+
+
+RECORDS = 1500  # of two pages each
+
+
+@pytest.fixture(scope="module")
+def full_rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FileRig]:
+    l1 = SmallL1(2 * RECORDS + 64, fragmented=False)
+    rig = FileRig(tmp_path_factory.mktemp("l2") / "tier", f"{(2 * RECORDS + 1) * PAGE}B", l1=l1).opened()
+    for number in range(RECORDS):
+        assert rig.put(name_of(number), PAGE) is TierOutcome.DONE
+    yield rig.written()
+    rig.close()
+
+
+def test_room_for_a_large_object_is_made_in_slices(full_rig: FileRig) -> None:
+    large, _ = full_rig.begin_put(name_of(RECORDS), 2 * (RECORDS - 100) * PAGE)
+    at_once = full_rig.tier.status().evictions
+    assert 0 < at_once <= 256
+    assert full_rig.end(large).outcome is TierOutcome.DONE
+    assert full_rig.tier.status().evictions > 1000
+
+
+def test_a_clear_frees_its_pages_in_slices(tmp_path: Path) -> None:
+    rig = FileRig(tmp_path / "tier", f"{(2 * RECORDS + 1) * PAGE}B", l1=SmallL1(64, fragmented=False)).opened()
+    for number in range(RECORDS):
+        assert rig.put(name_of(number), PAGE) is TierOutcome.DONE
+    rig.written()
+    used = [rig.tier.status().used_bytes]
+    ticket = rig.tier.clear(b"")
+    while used[-1] > PAGE:
+        rig.turn()
+        used.append(rig.tier.status().used_bytes)
+    assert rig.ended(ticket)
+    assert max(before - after for before, after in itertools.pairwise(used)) <= 2 * 512 * 2 * PAGE
+    rig.close()

@@ -87,6 +87,12 @@ class FaultyDisk(Disk):
         self._fail("replace")
         super().replace(name, new_name, folder)
 
+    def go_on(self) -> None:
+        """End what hangs and what is full."""
+        self.errors.clear()
+        self.hang_syncs(False)
+        self.file.hang(False)
+
     def exchange(self, name: str, new_name: str, folder: int) -> None:
         self._fail("replace")
         super().exchange(name, new_name, folder)
