@@ -86,7 +86,11 @@ MUTANTS = (
     ),
     Mutant(
         "a second compaction begins before the first one has ended",
-        FILE_LOG, "LogWriter.step", "if self._running:", "if False:", (FILE_COMPACTION,),
+        FILE_LOG, "LogWriter.step", "(self._compacting or self.failure)", "self.failure", (FILE_COMPACTION,),
+    ),
+    Mutant(
+        "a journal that was replaced is compacted again",
+        FILE_LOG, "LogWriter._compact", "self.bytes = self._next_bytes", "pass", (FILE_COMPACTION,),
     ),
     Mutant(
         "a journal that had no space is never written again",
