@@ -14,7 +14,7 @@ namespace kvserver {
 namespace {
 
 constexpr size_t kWays = 4;
-constexpr size_t kLooks = 16;  // of a sweep, in the time that the removal of one record needs
+constexpr size_t kLooks = 16;     // of a sweep, in the time that the removal of one record needs
 constexpr size_t kMostDead = 64;  // leaves that one evict() passes over
 
 }  // namespace

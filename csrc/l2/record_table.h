@@ -70,7 +70,8 @@ class RecordTable {
     std::optional<std::vector<Extent>> remove(const SpaceName& space, std::string_view key);
     void touch(const SpaceName& space,
                std::string_view keys);  // the first key becomes the youngest
-    // Removes the oldest leaf. None while !swept(): the oldest ones are of dropped spaces, try again.
+    // Removes the oldest leaf. None while !swept(): the oldest ones are of dropped spaces, try
+    // again.
     std::optional<Evicted> evict();
 
     std::vector<Space> spaces() const;
@@ -122,8 +123,8 @@ class RecordTable {
         Extent extent;                                 // count 0: several, in extents
         std::unique_ptr<std::vector<Extent>> extents;  // null: one
         uint32_t space = kNone;                        // kNone: the node is free
-        uint32_t next;           // in its bucket, or of the free nodes
-        uint32_t parent;         // kNone: none; it is there while its serial is parent_serial
+        uint32_t next;                                 // in its bucket, or of the free nodes
+        uint32_t parent;  // kNone: none; it is there while its serial is parent_serial
         uint32_t parent_serial;
         uint32_t serial = 0;  // of the node's use
         uint32_t children;
@@ -181,7 +182,7 @@ class RecordTable {
     std::vector<uint32_t> free_spaces_;
     std::unordered_map<std::string, uint32_t> numbers_;  // of spaces that were not dropped
     Slabs<Leaf> leaves_;  // of spaces that were not dropped: a heap of kWays ways, the oldest first
-    uint64_t clock_ = 0;           // the greatest age
+    uint64_t clock_ = 0;  // the greatest age
     std::vector<Orphan> orphans_;  // of a replay
     size_t records_ = 0, dead_records_ = 0;
     size_t swept_to_ = 0, filled_to_ = 0;

@@ -232,8 +232,7 @@ void bind_record_table(nb::module_& m) {
         .def("drop_next_log", &RecordTable::drop_next_log)
         .def_prop_ro("live_journal_bytes", &RecordTable::live_journal_bytes)
         .def("replay", &replay, "data"_a, "file_id"_a, "sequence"_a)
-        .def("link_orphans", &RecordTable::link_orphans,
-             nb::call_guard<nb::gil_scoped_release>())
+        .def("link_orphans", &RecordTable::link_orphans, nb::call_guard<nb::gil_scoped_release>())
         .def("check_extents", &check_extents, "first"_a, "pages"_a)
         .def_prop_ro("memory_bytes", &RecordTable::memory_bytes)
         .def_prop_ro("steps", &RecordTable::steps)

@@ -58,9 +58,7 @@ def rig(tmp_path: Path, disk: Counting, monkeypatch: pytest.MonkeyPatch) -> Iter
     monkeypatch.setattr("kvserver.l2.files.log_writer._SPARE_BYTES", 4096)
     monkeypatch.setattr("kvserver.l2.files.log_writer._PER_SLICE", 16)
     monkeypatch.setattr("kvserver.l2.files.tier._STALLED_SECONDS", 0.1)
-    rig = FileRig(
-        tmp_path / "tier", "1MiB", "&timeout=10ms", l1=SmallL1(64, fragmented=False), disk=disk
-    ).opened()
+    rig = FileRig(tmp_path / "tier", "1MiB", "&timeout=10ms", l1=SmallL1(64, fragmented=False), disk=disk).opened()
     yield rig
     disk.hang_syncs(False)
     rig.close()
@@ -92,7 +90,9 @@ def test_slices_of_a_compaction_are_synced_as_they_are_written(
         if disk.switched > before:
             break
     assert disk.switched > before
-    assert 0 < disk.most_unsynced < 4096 + 3 * 16 * 168, "a slice more than is synced at once, and what changed meanwhile"
+    assert 0 < disk.most_unsynced < 4096 + 3 * 16 * 168, (
+        "a slice more than is synced at once, and what changed meanwhile"
+    )
 
 
 def test_a_journal_whose_sync_hangs_stops_puts_and_clears_and_never_gets(rig: FileRig, disk: Counting) -> None:

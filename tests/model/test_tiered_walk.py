@@ -249,4 +249,6 @@ def test_a_random_walk_over_l1_and_l2_agrees_with_a_plain_dict(
             walk()
     assert met(), counts
     assert min(counts[name] for name in ("stored", "loaded", "fills", "filled hits", "adopted")) > 20, counts
-    assert min(counts[name] for name in ("faults", "hangs", "hung syncs", "full disks", "flips", "daemons", "clears")) > 3, counts
+    assert (
+        min(counts[name] for name in ("faults", "hangs", "hung syncs", "full disks", "flips", "daemons", "clears")) > 3
+    ), counts

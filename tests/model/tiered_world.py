@@ -158,7 +158,10 @@ class TieredWorld(World):
 
     def make_tiers(self, folder: Path, l1: HostRegion) -> Sequence[ConfiguredTier]:
         file, remote = parse_tiers(
-            [f"file://{self.storage.folder}?size={size_of(parse_size(self.storage.size))}&timeout=10s", "valkey://store/p?timeout=500ms"]
+            [
+                f"file://{self.storage.folder}?size={size_of(parse_size(self.storage.size))}&timeout=10s",
+                "valkey://store/p?timeout=500ms",
+            ]
         )
         self.file = make_file_tier(file, l1, PAGE_BYTES, self.disk)
         self.remote = RemoteTier(remote, "p", l1, PAGE_BYTES, self.storage.store.connect, _LANES)

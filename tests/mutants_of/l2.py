@@ -71,7 +71,7 @@ MUTANTS = (
         FILE_JOURNAL, "_read_head", "intact and of_data == data_id", "intact", (f"{FILE_FAULTS}::TestFiles",),
     ),
     Mutant(
-        "the space of the journal that was replaced is given away",
+        "a journal that is replaced leaves its space to others",
         FILE_JOURNAL, "Journal.switch", "self._disk.exchange(_NEW, NAME,", "self._disk.replace(_NEW, NAME,", (FILE_FULL,),
     ),
     Mutant(

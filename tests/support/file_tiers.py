@@ -191,7 +191,10 @@ class FileRig:
     ) -> None:
         self.l1 = l1 or SmallL1()
         self.tier: FileTier = make_file_tier(
-            tier_url(folder, f"{size_of(parse_size(size))}", parameters), self.l1.region, PAGE, disk if disk is not None else Disk()
+            tier_url(folder, f"{size_of(parse_size(size))}", parameters),
+            self.l1.region,
+            PAGE,
+            disk if disk is not None else Disk(),
         )
         self._ends: dict[int, TierEnd] = {}
         self._closed = False

@@ -12,7 +12,6 @@ from typing import Any
 
 from kvserver._native import FileCalls
 
-
 _FALLOC_FL_KEEP_SIZE = 1
 _RENAME_EXCHANGE = 2
 _libc = ctypes.CDLL(None, use_errno=True)

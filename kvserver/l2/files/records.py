@@ -40,7 +40,9 @@ class FileRecords:
         self._table = opened.table
         self.pool = opened.pool
         self._writer = (
-            LogWriter(opened.table, opened.pool, opened.journal, worker, failing) if opened.journal is not None else None
+            LogWriter(opened.table, opened.pool, opened.journal, worker, failing)
+            if opened.journal is not None
+            else None
         )
         self._reads = Counter[bytes]()  # under way, by extents
         self._read_and_freed: set[bytes] = set()  # extents that are freed after their reads
