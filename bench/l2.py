@@ -9,7 +9,7 @@ and makes room, verifies, and keeps its index and journal; its space is full fro
 `beside`: L1 of a real daemon while L2 writes at its limit, and while requests are filled from it, beside quiet moments of the same
 daemon, in turn. Expected is 1.1 of quiet. `plain reads` is the ceiling: L2 rests, and another process reads as fast as it can.
 
-`index`: bytes of memory an object, of which at most 150 are expected.
+`index`: bytes of memory an object, of which at most 150 are expected, and the longest calls, which should not grow with `--objects`.
 """
 
 from __future__ import annotations
@@ -114,14 +114,35 @@ def index(folder: Path | None, objects: int) -> str:
             records.drain_log()
     micros = (time.perf_counter() - began) / objects * 1e6
     rows: list[list[object]] = [["the table", objects, records.memory_bytes / objects, micros]]
+    rows += [[f"the longest {call}", objects, "", micros] for call, micros in longest(records, objects).items()]
     del records
     with tempfile.TemporaryDirectory(dir=folder) as name:
-        fewer = objects // 5  # the data file has a page for each
+        fewer = objects // 100
         empty, _ = daemon_bytes(Path(name) / "tier", fewer)
         write_journal(Path(name) / "tier", fewer)
         full, seconds = daemon_bytes(Path(name) / "tier", fewer)
         rows.append(["a daemon", fewer, (full - empty) / fewer, seconds / fewer * 1e6])
     return table(["", "objects", "bytes an object", "us an object"], rows)
+
+
+def longest(records: RecordTable, objects: int) -> dict[str, float]:
+    """Microseconds of the longest call of those that once looked at all records."""
+    found = dict.fromkeys(("touch of a chain", "evict() after all were used", "sweep(512)"), 0.0)
+
+    def timed(name: str, call: Callable[[], object]) -> None:
+        began = time.perf_counter()
+        call()
+        found[name] = max(found[name], (time.perf_counter() - began) * 1e6)
+
+    for first in range(0, objects, 64):
+        keys = b"".join(map(key_of, range(first, min(first + 64, objects))))
+        timed("touch of a chain", lambda keys=keys: records.touch(b"n" * 32, 1, 0, keys))
+    for _ in range(200):
+        timed("evict() after all were used", records.evict)
+    records.drop_space(b"n" * 32, 1, 0)
+    while not records.swept:
+        timed("sweep(512)", lambda: records.sweep(512))
+    return found
 
 
 def add(records: RecordTable, generation: int, number: int) -> None:
@@ -162,7 +183,7 @@ def daemon_bytes(path: Path, objects: int) -> tuple[int, float]:
 
 
 def size_for(objects: int) -> int:
-    return (objects + 64) * PAGE
+    return (objects + 64) * 12 * PAGE  # room for their entries in the journal
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 #include "l2/record_table.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <stdexcept>
 #include <utility>
@@ -10,7 +11,15 @@
 
 namespace kvserver {
 
-RecordTable::RecordTable(uint64_t seed) : seed_(seed), parts_(kParts), part_sizes_(kParts) {}
+namespace {
+
+constexpr size_t kWays = 4;
+constexpr size_t kLooks = 16;     // of a sweep, in the time that the removal of one record needs
+constexpr size_t kMostDead = 64;  // leaves that one evict() passes over
+
+}  // namespace
+
+RecordTable::RecordTable(uint64_t seed) : seed_(seed) { buckets_.push_back(kNone); }
 
 // ---- spaces -------------------------------------------------------------------------------------
 
@@ -52,6 +61,7 @@ void RecordTable::leave_space(uint32_t number) {
 std::vector<RecordTable::Space> RecordTable::spaces() const {
     std::vector<Space> found;
     for (const auto& [name, number] : numbers_) found.push_back(spaces_[number].space);
+    steps_ += found.size();
     return found;
 }
 
@@ -59,7 +69,7 @@ std::vector<RecordTable::Keys> RecordTable::walk(size_t& at, size_t most) const 
     std::vector<Keys> found;
     std::unordered_map<uint32_t, size_t> numbers;  // of spaces, in `found`
     const size_t end = std::min(nodes_.size(), at + std::min(most, nodes_.size()));
-    for (; at < end; ++at) {
+    for (; at < end; ++at, ++steps_) {
         const Node& node = nodes_[at];
         if (node.space == kNone || spaces_[node.space].dead) continue;
         const auto [entry, fresh] = numbers.try_emplace(node.space, found.size());
@@ -83,10 +93,12 @@ bool RecordTable::drop_space(const SpaceName& space) {
 
 std::vector<Extent> RecordTable::sweep(size_t most) {
     std::vector<Extent> freed;
-    for (; most != 0 && dead_records_ != 0; --most, ++swept_to_) {
+    size_t looks = most * kLooks;
+    for (; looks != 0 && dead_records_ != 0; --looks, ++swept_to_, ++steps_) {
         if (swept_to_ >= nodes_.size()) swept_to_ = 0;
         const Node& node = nodes_[swept_to_];
         if (node.space == kNone || !spaces_[node.space].dead) continue;
+        looks -= std::min(looks - 1, kLooks - 1);
         --dead_records_;
         const auto extents = erase(static_cast<uint32_t>(swept_to_));
         freed.insert(freed.end(), extents.begin(), extents.end());
@@ -106,27 +118,31 @@ uint64_t RecordTable::place(uint32_t space, const char* key) const {
     return fold(bits ^ seed_, kGolden);
 }
 
+size_t RecordTable::bucket_of(uint32_t space, const char* key) const {
+    const size_t round = std::bit_floor(buckets_.size());  // buckets at its begin
+    const size_t at = place(space, key) & (2 * round - 1);
+    return at < buckets_.size() ? at : at - round;
+}
+
 uint32_t RecordTable::find_node(uint32_t space, const char* key) const {
     if (space == kNone) return kNone;
-    const uint64_t at = place(space, key);
-    const Part& part = parts_[at % kParts];
-    if (part.empty()) return kNone;
-    uint32_t node = part[(at >> 32) & (part.size() - 1)];
-    while (node != kNone && (nodes_[node].space != space ||
-                             std::memcmp(nodes_[node].key.data(), key, kKeyBytes) != 0))
-        node = nodes_[node].next;
+    uint32_t node = buckets_[bucket_of(space, key)];
+    for (; node != kNone; node = nodes_[node].next, ++steps_)
+        if (nodes_[node].space == space &&
+            std::memcmp(nodes_[node].key.data(), key, kKeyBytes) == 0)
+            break;
     return node;
 }
 
-void RecordTable::grow(Part& part) {
-    Part old = std::exchange(part, Part(std::max<size_t>(4, part.size() * 2), kNone));
-    for (uint32_t head : old) {
-        while (head != kNone) {
-            Node& node = nodes_[head];
-            const uint64_t at = place(node.space, node.key.data());
-            uint32_t& bucket = part[(at >> 32) & (part.size() - 1)];
-            head = std::exchange(node.next, std::exchange(bucket, head));
-        }
+// Split the bucket whose turn it is.
+void RecordTable::add_bucket() {
+    const size_t split = buckets_.size() - std::bit_floor(buckets_.size());
+    uint32_t head = std::exchange(buckets_[split], kNone);
+    buckets_.push_back(kNone);
+    for (; head != kNone; ++steps_) {
+        Node& node = nodes_[head];
+        uint32_t& bucket = buckets_[bucket_of(node.space, node.key.data())];
+        head = std::exchange(node.next, std::exchange(bucket, head));
     }
 }
 
@@ -136,7 +152,7 @@ uint32_t RecordTable::insert(uint32_t space, std::string_view key, std::string_v
     if (number == kNone) {
         if (nodes_.size() >= kNone) throw std::length_error("too many records");
         number = static_cast<uint32_t>(nodes_.size());
-        nodes_.emplace_back();
+        nodes_.push_back({});
     } else {
         free_ = nodes_[number].next;
     }
@@ -145,35 +161,25 @@ uint32_t RecordTable::insert(uint32_t space, std::string_view key, std::string_v
     node.meaning = meaning;
     node.age = age;
     node.extent = extents.size() == 1 ? extents.front() : Extent{0, 0};
-    if (extents.size() != 1) extents_[number] = extents;
+    if (extents.size() != 1) node.extents = std::make_unique<std::vector<Extent>>(extents);
     node.space = space;
     node.parent = parent.empty() ? kNone : find_node(space, parent.data());
     node.children = 0;
-    node.queued = node.recovered = false;
+    node.recovered = false;
     if (node.parent == number) node.parent = kNone;
-    if (node.parent != kNone) {
-        node.parent_serial = nodes_[node.parent].serial;
-        ++nodes_[node.parent].children;
-    }
-    const uint64_t at = place(space, node.key.data());
-    Part& part = parts_[at % kParts];
-    if (++part_sizes_[at % kParts] > part.size()) grow(part);
-    uint32_t& bucket = part[(at >> 32) & (part.size() - 1)];
-    node.next = std::exchange(bucket, number);
-    ++records_;
+    if (node.parent != kNone) adopt(node, node.parent);
+    if (++records_ > buckets_.size()) add_bucket();
+    node.next = std::exchange(buckets_[bucket_of(space, node.key.data())], number);
     ++spaces_[space].space.records;
     live_journal_bytes_ += journal_bytes_of(number);
-    queue_leaf(number);
+    add_leaf(number);
     return number;
 }
 
 void RecordTable::unlink(uint32_t number) {
     const Node& node = nodes_[number];
-    const uint64_t at = place(node.space, node.key.data());
-    Part& part = parts_[at % kParts];
-    --part_sizes_[at % kParts];
-    uint32_t* link = &part[(at >> 32) & (part.size() - 1)];
-    while (*link != number) link = &nodes_[*link].next;
+    uint32_t* link = &buckets_[bucket_of(node.space, node.key.data())];
+    for (; *link != number; ++steps_) link = &nodes_[*link].next;
     *link = node.next;
 }
 
@@ -182,15 +188,23 @@ std::vector<Extent> RecordTable::erase(uint32_t number) {
     Node& node = nodes_[number];
     live_journal_bytes_ -= journal_bytes_of(number);
     unlink(number);
-    extents_.erase(number);
+    drop_leaf(number);
+    node.extents.reset();
     if (const uint32_t parent = living_parent(node); parent != kNone)
-        if (--nodes_[parent].children == 0) queue_leaf(parent);
+        if (--nodes_[parent].children == 0 && !spaces_[node.space].dead) add_leaf(parent);
     leave_space(node.space);
     node.space = kNone;
     ++node.serial;
     node.next = std::exchange(free_, number);
-    if (--records_ == 0) leaves_ = {};
+    --records_;
     return extents;
+}
+
+void RecordTable::adopt(Node& node, uint32_t parent) {
+    node.parent = parent;
+    node.parent_serial = nodes_[parent].serial;
+    ++nodes_[parent].children;
+    drop_leaf(parent);
 }
 
 uint32_t RecordTable::living_parent(const Node& node) const {
@@ -198,27 +212,42 @@ uint32_t RecordTable::living_parent(const Node& node) const {
     return there ? node.parent : kNone;
 }
 
-void RecordTable::queue_leaf(uint32_t number) {
-    Node& node = nodes_[number];
-    if (node.queued) return;
-    node.queued = true;
-    leaves_.push({node.age, number, node.serial});
-    if (leaves_.size() > 2 * records_ + 1024) drop_stale_leaves();
+// ---- leaves -------------------------------------------------------------------------------------
+
+void RecordTable::add_leaf(uint32_t number) {
+    leaves_.push_back({});
+    place_leaf(leaves_.size() - 1, {nodes_[number].age, number});
 }
 
-// Of records that left without an eviction.
-void RecordTable::drop_stale_leaves() {
-    std::deque<Leaf> kept;
-    for (; !leaves_.empty(); leaves_.pop())
-        if (nodes_[leaves_.top().node].serial == leaves_.top().serial)
-            kept.push_back(leaves_.top());
-    leaves_ = decltype(leaves_)({}, std::move(kept));
+void RecordTable::drop_leaf(uint32_t number) {
+    const uint32_t hole = std::exchange(nodes_[number].leaf, kNone);
+    if (hole == kNone) return;
+    const Leaf last = leaves_.back();
+    leaves_.pop_back();
+    if (last.node != number) place_leaf(hole, last);
+}
+
+void RecordTable::place_leaf(size_t hole, Leaf leaf) {
+    const auto set = [&](size_t at, const Leaf& moved) {
+        leaves_[at] = moved;
+        nodes_[moved.node].leaf = static_cast<uint32_t>(at);
+        ++steps_;
+    };
+    for (; hole != 0 && leaf.age < leaves_[(hole - 1) / kWays].age; hole = (hole - 1) / kWays)
+        set(hole, leaves_[(hole - 1) / kWays]);
+    for (size_t first; (first = hole * kWays + 1) < leaves_.size();) {
+        size_t oldest = first;
+        for (size_t at = first + 1; at < std::min(first + kWays, leaves_.size()); ++at)
+            if (leaves_[at].age < leaves_[oldest].age) oldest = at;
+        if (leaves_[oldest].age >= leaf.age) break;
+        set(std::exchange(hole, oldest), leaves_[oldest]);
+    }
+    set(hole, leaf);
 }
 
 std::vector<Extent> RecordTable::extents_of(uint32_t number) const {
     const Node& node = nodes_[number];
-    if (node.extent.count != 0) return {node.extent};
-    return extents_.at(number);
+    return node.extents ? *node.extents : std::vector<Extent>{node.extent};
 }
 
 // ---- records ------------------------------------------------------------------------------------
@@ -228,7 +257,7 @@ std::vector<uint8_t> RecordTable::holds(const SpaceName& space, std::string_view
     std::vector<uint8_t> bits((count + 7) / 8);
     const uint32_t number = space_number(space);
     if (number == kNone) return bits;
-    for (size_t i = 0; i < count; ++i)
+    for (size_t i = 0; i < count; ++i, ++steps_)
         if (find_node(number, keys.data() + i * kKeyBytes) != kNone)
             bits[i / 8] = static_cast<uint8_t>(bits[i / 8] | 1 << i % 8);
     return bits;
@@ -262,35 +291,33 @@ void RecordTable::touch(const SpaceName& space, std::string_view keys) {
     if (number == kNone) return;
     for (size_t i = keys.size() / kKeyBytes; i-- > 0;) {
         const uint32_t at = find_node(number, keys.data() + i * kKeyBytes);
-        if (at != kNone) nodes_[at].age = ++clock_;
+        if (at == kNone) continue;
+        nodes_[at].age = ++clock_;
+        if (nodes_[at].leaf != kNone) place_leaf(nodes_[at].leaf, {clock_, at});
     }
 }
 
 std::optional<RecordTable::Evicted> RecordTable::evict() {
-    while (!leaves_.empty()) {
-        const Leaf leaf = leaves_.top();
-        leaves_.pop();
-        Node& node = nodes_[leaf.node];
-        if (node.space == kNone || node.serial != leaf.serial) continue;
-        node.queued = false;
-        if (node.children != 0 || spaces_[node.space].dead) continue;
-        if (node.age != leaf.age) {  // it was touched since
-            queue_leaf(leaf.node);
+    for (size_t dead = 0; dead < kMostDead && !leaves_.empty(); ++dead) {
+        const uint32_t number = leaves_[0].node;
+        const Node& node = nodes_[number];
+        if (spaces_[node.space].dead) {
+            drop_leaf(number);  // sweep() removes the record
             continue;
         }
         const Space& space = spaces_[node.space].space;
         Evicted evicted{space.ns, space.group, std::string(node.key.data(), kKeyBytes), {}};
-        log(leaf.node, false);
-        evicted.extents = erase(leaf.node);
+        log(number, false);
+        evicted.extents = erase(number);
         return evicted;
     }
     return std::nullopt;
 }
 
 uint64_t RecordTable::memory_bytes() const {
-    uint64_t sum = nodes_.size() * sizeof(Node) + leaves_.size() * sizeof(Leaf);
-    for (const Part& part : parts_) sum += part.capacity() * sizeof(uint32_t);
-    for (const auto& [node, extents] : extents_) sum += 64 + extents.size() * sizeof(Extent);
+    uint64_t sum = nodes_.memory_bytes() + leaves_.memory_bytes() + buckets_.memory_bytes();
+    for (size_t at = 0; at < nodes_.size(); ++at)
+        if (nodes_[at].extents) sum += 64 + nodes_[at].extents->size() * sizeof(Extent);
     return sum;
 }
 
@@ -311,7 +338,7 @@ JournalEntry RecordTable::entry_of(uint32_t number, bool put) const {
 
 uint64_t RecordTable::journal_bytes_of(uint32_t number) const {
     const Node& node = nodes_[number];
-    const size_t count = node.extent.count != 0 ? 1 : extents_.at(number).size();
+    const size_t count = node.extents ? node.extents->size() : 1;
     return entry_bytes(spaces_[node.space].space.ns.size(), count);
 }
 
@@ -337,7 +364,7 @@ void RecordTable::begin_next_log(uint64_t file_id) {
 
 // A record that changes meanwhile gets its entries in order, here before or after its put.
 bool RecordTable::fill_next_log(size_t most) {
-    for (; most != 0 && filled_to_ < nodes_.size(); --most, ++filled_to_) {
+    for (; most != 0 && filled_to_ < nodes_.size(); --most, ++filled_to_, ++steps_) {
         const Node& node = nodes_[filled_to_];
         if (node.space == kNone || spaces_[node.space].dead) continue;
         log_to(next_, entry_of(static_cast<uint32_t>(filled_to_), true));
@@ -376,9 +403,7 @@ void RecordTable::link_orphans() {
         if (node.space == kNone || node.serial != orphan.serial) continue;
         const uint32_t parent = find_node(node.space, orphan.parent.data());
         if (parent == kNone || parent == orphan.node) continue;
-        node.parent = parent;
-        node.parent_serial = nodes_[parent].serial;
-        ++nodes_[parent].children;
+        adopt(node, parent);
     }
 }
 

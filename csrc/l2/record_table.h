@@ -8,15 +8,17 @@
 // Eviction: the oldest of the leaves. A record is a leaf while no record in the table was added
 // with it as its parent; so a chain loses its end first, and nothing behind a gap stays.
 //
-// One thread uses it. Memory: about 120 bytes a record of one extent. No call but rehash of one of
-// kParts parts grows with the number of records.
+// One thread uses it. Memory: about 120 bytes a record of one extent.
+//
+// Steps. steps() counts the records, buckets and leaves that calls looked at. The steps of a call
+// depend on its keys or on `most`, and on the logarithm of the number of records. This does not
+// hold for what a start needs: replay(), link_orphans(), check_extents(). spaces() looks at spaces.
 #pragma once
 
 #include <array>
 #include <cstdint>
-#include <deque>
+#include <memory>
 #include <optional>
-#include <queue>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -25,6 +27,7 @@
 
 #include "copy/job.h"
 #include "l2/journal.h"
+#include "tables/slabs.h"
 
 namespace kvserver {
 
@@ -67,7 +70,9 @@ class RecordTable {
     std::optional<std::vector<Extent>> remove(const SpaceName& space, std::string_view key);
     void touch(const SpaceName& space,
                std::string_view keys);  // the first key becomes the youngest
-    std::optional<Evicted> evict();     // removes it
+    // Removes the oldest leaf. None while !swept(): the oldest ones are of dropped spaces, try
+    // again.
+    std::optional<Evicted> evict();
 
     std::vector<Space> spaces() const;
     struct Keys {
@@ -79,7 +84,7 @@ class RecordTable {
     // until the next call that is not const.
     std::vector<Keys> walk(size_t& at, size_t most) const;
     bool drop_space(const SpaceName& space);  // without entries in the journal; false: no such
-    // Remove records of dropped spaces among up to `most` records; their extents. `swept` then.
+    // Remove up to `most` records of dropped spaces, among some more; their extents.
     std::vector<Extent> sweep(size_t most);
     bool swept() const { return dead_records_ == 0; }
 
@@ -87,7 +92,7 @@ class RecordTable {
     // Entries of add(), remove() and evict() go to the log, and to the next log while there is one.
     void begin_log(uint64_t file_id, uint64_t sequence);
     std::string drain_log() { return std::exchange(log_.pending, {}); }
-    bool has_log() const { return !log_.pending.empty(); }
+    size_t log_bytes() const { return log_.pending.size(); }  // that drain_log() would return
     // Compaction: a next log, puts of all records to it in slices, and then it is the log.
     void begin_next_log(uint64_t file_id);
     bool fill_next_log(size_t most);  // looks at up to `most` records; true: all were
@@ -106,23 +111,24 @@ class RecordTable {
 
     size_t size() const { return records_ - dead_records_; }
     uint64_t memory_bytes() const;
+    uint64_t steps() const { return steps_; }  // of all calls so far
 
   private:
     static constexpr uint32_t kNone = UINT32_MAX;
-    static constexpr size_t kParts = 1024;
 
     struct Node {
         std::array<char, kKeyBytes> key;
         uint64_t meaning;
         uint64_t age;
-        Extent extent;           // count 0: several, in extents_
-        uint32_t space = kNone;  // kNone: the node is free
-        uint32_t next;           // in its bucket, or of the free nodes
-        uint32_t parent;         // kNone: none; it is there while its serial is parent_serial
+        Extent extent;                                 // count 0: several, in extents
+        std::unique_ptr<std::vector<Extent>> extents;  // null: one
+        uint32_t space = kNone;                        // kNone: the node is free
+        uint32_t next;                                 // in its bucket, or of the free nodes
+        uint32_t parent;  // kNone: none; it is there while its serial is parent_serial
         uint32_t parent_serial;
         uint32_t serial = 0;  // of the node's use
         uint32_t children;
-        bool queued;  // has an entry in leaves_
+        uint32_t leaf = kNone;  // its place in leaves_; kNone: it has none
         bool recovered;
     };
     struct SpaceSlot {
@@ -132,8 +138,7 @@ class RecordTable {
     };
     struct Leaf {
         uint64_t age;
-        uint32_t node, serial;
-        bool operator<(const Leaf& other) const { return age > other.age; }  // the oldest on top
+        uint32_t node;
     };
     struct Orphan {
         uint32_t node, serial;
@@ -144,21 +149,23 @@ class RecordTable {
         uint64_t file_id = 0, sequence = 0;
         std::string pending;
     };
-    using Part = std::vector<uint32_t>;  // first nodes of buckets
 
     static std::string joined(const SpaceName& space);
     uint32_t space_number(const SpaceName& space) const;
     uint32_t make_space(const SpaceName& space);
     void leave_space(uint32_t number);
     uint64_t place(uint32_t space, const char* key) const;
+    size_t bucket_of(uint32_t space, const char* key) const;
+    void add_bucket();
     uint32_t find_node(uint32_t space, const char* key) const;
     uint32_t insert(uint32_t space, std::string_view key, std::string_view parent, uint64_t meaning,
                     uint64_t age, const std::vector<Extent>& extents);
     std::vector<Extent> erase(uint32_t at);  // without the journal
     void unlink(uint32_t at);
-    void grow(Part& part);
-    void queue_leaf(uint32_t at);
-    void drop_stale_leaves();
+    void add_leaf(uint32_t at);
+    void drop_leaf(uint32_t at);
+    void place_leaf(size_t hole, Leaf leaf);
+    void adopt(Node& node, uint32_t parent);
     uint32_t living_parent(const Node& node) const;
     std::vector<Extent> extents_of(uint32_t at) const;
     JournalEntry entry_of(uint32_t at, bool put) const;
@@ -167,16 +174,15 @@ class RecordTable {
     static void log_to(Log& log, const JournalEntry& entry);
 
     const uint64_t seed_;
-    std::deque<Node> nodes_;
+    mutable uint64_t steps_ = 0;
+    Slabs<Node> nodes_;
     uint32_t free_ = kNone;
-    std::vector<Part> parts_;
-    std::vector<uint32_t> part_sizes_;
-    std::unordered_map<uint32_t, std::vector<Extent>> extents_;  // of nodes with several
+    Slabs<uint32_t> buckets_;  // first nodes; linear hashing: one bucket is split at a time
     std::vector<SpaceSlot> spaces_;
     std::vector<uint32_t> free_spaces_;
     std::unordered_map<std::string, uint32_t> numbers_;  // of spaces that were not dropped
-    std::priority_queue<Leaf, std::deque<Leaf>> leaves_;
-    uint64_t clock_ = 0;           // the greatest age
+    Slabs<Leaf> leaves_;  // of spaces that were not dropped: a heap of kWays ways, the oldest first
+    uint64_t clock_ = 0;  // the greatest age
     std::vector<Orphan> orphans_;  // of a replay
     size_t records_ = 0, dead_records_ = 0;
     size_t swept_to_ = 0, filled_to_ = 0;

@@ -224,7 +224,7 @@ void bind_record_table(nb::module_& m) {
         .def_prop_ro("swept", &RecordTable::swept)
         .def("begin_log", &RecordTable::begin_log, "file_id"_a, "sequence"_a)
         .def("drain_log", [](RecordTable& table) { return to_bytes(table.drain_log()); })
-        .def_prop_ro("has_log", &RecordTable::has_log)
+        .def_prop_ro("log_bytes", &RecordTable::log_bytes)
         .def("begin_next_log", &RecordTable::begin_next_log, "file_id"_a)
         .def("fill_next_log", &RecordTable::fill_next_log, "most"_a)
         .def("drain_next_log", [](RecordTable& table) { return to_bytes(table.drain_next_log()); })
@@ -232,9 +232,10 @@ void bind_record_table(nb::module_& m) {
         .def("drop_next_log", &RecordTable::drop_next_log)
         .def_prop_ro("live_journal_bytes", &RecordTable::live_journal_bytes)
         .def("replay", &replay, "data"_a, "file_id"_a, "sequence"_a)
-        .def("link_orphans", &RecordTable::link_orphans)
+        .def("link_orphans", &RecordTable::link_orphans, nb::call_guard<nb::gil_scoped_release>())
         .def("check_extents", &check_extents, "first"_a, "pages"_a)
         .def_prop_ro("memory_bytes", &RecordTable::memory_bytes)
+        .def_prop_ro("steps", &RecordTable::steps)
         .def("__len__", &RecordTable::size);
 }
 

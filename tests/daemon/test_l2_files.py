@@ -235,7 +235,7 @@ def test_an_engine_of_before_durability_was_stated_writes_nothing(tmp_path: Path
 
 def test_a_prompt_that_is_always_found_in_l1_stays_in_a_full_tier(tmp_path: Path) -> None:
     """Nothing of it is ever loaded: the engine has it, too."""
-    with daemon_with(tmp_path / "l2", size="2MiB") as daemon:
+    with daemon_with(tmp_path / "l2", size="2500KiB") as daemon:
         with Worker(daemon.endpoint) as worker:
             hot, evicted = make_keys(6), 0
             worker.store(hot, worker.blocks_for(6))

@@ -6,6 +6,7 @@ calls hang and bits flip; the shared store hangs, fails, forgets, goes back in t
 
 from __future__ import annotations
 
+import errno
 import tempfile
 from collections import Counter
 from collections.abc import Callable
@@ -73,6 +74,8 @@ class TieredWalk(Walk):
             self.recover: 8,
             self.hang_store: 3,
             self.hang_disk: 2,
+            self.hang_sync: 2,
+            self.fill_disk: 2,
             self.go_on: 10,
             self.forget: 3,
             self.go_back: 6,
@@ -167,9 +170,17 @@ class TieredWalk(Walk):
         self.counts["hangs"] += 1
         self.world.disk.file.hang(True)
 
+    def hang_sync(self) -> None:
+        self.counts["hung syncs"] += 1
+        self.world.disk.hang_syncs(True)
+
+    def fill_disk(self) -> None:
+        self.counts["full disks"] += 1
+        self.world.disk.errors["write"] = errno.ENOSPC
+
     def go_on(self) -> None:
         self.world.storage.store.hang(False)
-        self.world.disk.file.hang(False)
+        self.world.disk.go_on()
 
     def recover(self) -> None:
         """The store is found again, if it was not there."""
@@ -246,4 +257,5 @@ def test_a_random_walk_over_l1_and_l2_agrees_with_a_plain_dict(
             walk()
     assert met(), counts
     assert min(counts[name] for name in ("stored", "loaded", "fills", "filled hits", "adopted")) > 20, counts
-    assert min(counts[name] for name in ("faults", "hangs", "flips", "old ids", "daemons", "clears")) > 3, counts
+    met = ("faults", "hangs", "hung syncs", "full disks", "flips", "old ids", "daemons", "clears")
+    assert min(counts[name] for name in met) > 3, counts

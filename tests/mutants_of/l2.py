@@ -28,6 +28,9 @@ FILE_JOURNAL = "kvserver/l2/files/journal.py"
 FILES = "unit/l2/test_files.py"
 FILES_CLEAR, FILES_REOPENING = "unit/l2/test_files_clear.py", "unit/l2/test_files_reopening.py"
 FILE_FAULTS = "unit/l2/test_files_faults.py"
+FILE_FULL = "issues/test_a_full_disk_made_a_file_tier_read_only_for_ever.py"
+FILE_COMPACTION = "issues/test_a_compaction_of_the_journal_ran_twice.py"
+FILE_TURNS = "issues/test_one_call_looked_at_all_records_of_l2.py"
 
 MUTANTS = (
     # ---- files/generations.py -----------------------------------------------------------------------
@@ -84,11 +87,44 @@ MUTANTS = (
         "a journal of another data file counts",
         FILE_JOURNAL, "_read_head", "intact and of_data == data_id", "intact", (f"{FILE_FAULTS}::TestFiles",),
     ),
+    Mutant(
+        "a journal that is replaced leaves its space to others",
+        FILE_JOURNAL, "Journal.switch", "self._disk.exchange(_NEW, NAME,", "self._disk.replace(_NEW, NAME,", (FILE_FULL,),
+    ),
+    Mutant(
+        "a compaction is synced at its end only",
+        FILE_JOURNAL, "Journal.append_next", "if size - self._synced >= _SYNC_BYTES:", "if False:", (FILE_COMPACTION,),
+    ),
     # ---- files/log_writer.py ------------------------------------------------------------------------
     Mutant(
         "pages whose drop could not be written are used again",
-        FILE_LOG, "LogWriter._write", "return\n            self._pool", "pass\n            self._pool",
+        FILE_LOG, "LogWriter._write", "self._freed[:0] = freed", "self._free.append(freed); self._free_some()",
         (f"{FILE_FAULTS}::TestJournal",),
+    ),
+    Mutant(
+        "a second compaction begins before the first one has ended",
+        FILE_LOG, "LogWriter.step", "(self._compacting or self.failure)", "self.failure", (FILE_COMPACTION,),
+    ),
+    Mutant(
+        "a journal that was replaced is compacted again",
+        FILE_LOG, "LogWriter._compact", "self.bytes = self._next_bytes", "pass", (FILE_COMPACTION,),
+    ),
+    Mutant(
+        "a journal that had no space is never written again",
+        FILE_LOG, "LogWriter._fail", "1 if passes else 0", "0", (FILE_FULL,),
+    ),
+    Mutant(
+        "a journal that the disk refuses is written again",
+        FILE_LOG, "LogWriter._fail", "1 if passes else 0", "1", (FILE_FULL,),
+    ),
+    Mutant(
+        "entries are appended behind one that failed",
+        FILE_LOG, "LogWriter._write", "full or self.failure or ", "full or ", (FILE_FULL,),
+    ),
+    Mutant(
+        "pages of a clear are all freed in one turn",
+        FILE_LOG, "LogWriter._free_some", "part = bytes(batch[-_PER_FREE:])\n        del batch[-_PER_FREE:]",
+        "part = bytes(batch)\n        del batch[:]", (f"{FILE_TURNS}::test_a_clear_frees_its_pages_in_slices",),
     ),
     # ---- files/opening.py ---------------------------------------------------------------------------
     Mutant(
@@ -117,13 +153,22 @@ MUTANTS = (
     ),
     # ---- files/records.py ---------------------------------------------------------------------------
     Mutant(
+        "records may be more than the journal has space for",
+        FILE_RECORDS, "FileRecords.allocate", "None if self._journal_is_full() else ", "", (FILE_FULL,),
+    ),
+    Mutant(
+        "room for a large object is made in one turn",
+        FILE_RECORDS, "FileRecords.make_room", "range(_MOST_EVICTIONS)", "range(1 << 30)",
+        (f"{FILE_TURNS}::test_room_for_a_large_object_is_made_in_slices",),
+    ),
+    Mutant(
         "a file tier does not report what it evicts",
         FILE_RECORDS, "FileRecords.make_room", "self._changed(False, ObjectName(*evicted[:3]))", "pass",
         ("daemon/test_l2_events.py::test_what_the_tier_evicts_is_removed",),
     ),
     Mutant(
         "pages are used again before their drop is in the journal",
-        FILE_RECORDS, "FileRecords._release", "self._writer.free_later(extents, _pages_of(extents))",
+        FILE_RECORDS, "FileRecords._release", "self._writer.free_later(extents, page_count(extents))",
         "self.pool.free_pages(extents)", (f"{FILE_FAULTS}::TestJournal",),
     ),
     Mutant(
@@ -134,6 +179,11 @@ MUTANTS = (
     Mutant(
         "pages of a clear that is not durable are used again",
         FILE_TIER, "FileTier.drain", "parts.clears.durable and ", "", (f"{FILE_FAULTS}::TestJournal",),
+    ),
+    Mutant(
+        "a journal that hangs stops reads",
+        FILE_TIER, "FileTier.tick", "self._stalled_journal = self._stall(", "self._stalled = self._stall(",
+        (FILE_COMPACTION,),
     ),
     # ---- remote/existence.py ------------------------------------------------------------------------
     Mutant(

@@ -10,6 +10,7 @@ import errno
 import os
 import random
 import select
+import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -17,9 +18,10 @@ from pathlib import Path
 
 from kvserver._native import HostRegion
 from kvserver.cache import PagePool
-from kvserver.config import TierUrl, parse_tiers
+from kvserver.config import TierUrl, parse_size, parse_tiers
 from kvserver.l2 import ObjectMemory, ObjectName, TierEnd, TierOutcome
 from kvserver.l2.files.disk import Disk
+from kvserver.l2.files.folder import data_bytes_of
 from kvserver.l2.files.make import make_file_tier
 from kvserver.l2.files.tier import FileTier
 from support.simulators import FaultyFile
@@ -36,7 +38,9 @@ class FaultyDisk(Disk):
     def __init__(self) -> None:
         self.file = FaultyFile()
         self.calls = self.file
-        self.errors: dict[str, int] = {}  # errno by call: open, allocate, read, write, truncate, sync, replace
+        self.errors: dict[str, int] = {}  # errno by call: open, allocate, reserve, read, write, truncate, sync, replace
+        self._syncs_go_on = threading.Event()
+        self._syncs_go_on.set()
         self.most_written = -1  # bytes until writes fail with ENOSPC; -1: no limit
 
     def open(self, name: str, flags: int, folder: int) -> int:
@@ -47,6 +51,10 @@ class FaultyDisk(Disk):
     def allocate(self, fd: int, size: int) -> None:
         self._fail("allocate")
         super().allocate(fd, size)
+
+    def reserve(self, fd: int, size: int) -> None:
+        self._fail("reserve")
+        super().reserve(fd, size)
 
     def read(self, fd: int, size: int, offset: int) -> bytes:
         self._fail("read")
@@ -68,16 +76,38 @@ class FaultyDisk(Disk):
         super().truncate(fd, size)
 
     def sync(self, fd: int) -> None:
+        self._syncs_go_on.wait()
         self._fail("sync")
         super().sync(fd)
+
+    def hang_syncs(self, hangs: bool) -> None:
+        self._syncs_go_on.clear() if hangs else self._syncs_go_on.set()
 
     def replace(self, name: str, new_name: str, folder: int) -> None:
         self._fail("replace")
         super().replace(name, new_name, folder)
 
+    def go_on(self) -> None:
+        """End what hangs and what is full."""
+        self.errors.clear()
+        self.hang_syncs(False)
+        self.file.hang(False)
+
+    def exchange(self, name: str, new_name: str, folder: int) -> None:
+        self._fail("replace")
+        super().exchange(name, new_name, folder)
+
     def _fail(self, call: str) -> None:
         if number := self.errors.get(call):
             raise OSError(number, os.strerror(number))
+
+
+def size_of(data_bytes: int) -> int:
+    """The least `size` of a tier whose data file has so many bytes."""
+    size = data_bytes
+    while data_bytes_of(size) < data_bytes:
+        size += PAGE
+    return size
 
 
 def tier_url(folder: Path, size: str, parameters: str = "") -> TierUrl:
@@ -149,7 +179,7 @@ def _parts(slot: bytes, count: int) -> Iterable[tuple[int, int]]:
 
 
 class FileRig:
-    """A tier and the L1 in front of it. `content(name)` is what the object of that name is written as."""
+    """A tier whose data file has `size`, and the L1 in front of it. `content(name)` is what the object of that name is written as."""
 
     def __init__(
         self,
@@ -161,7 +191,10 @@ class FileRig:
     ) -> None:
         self.l1 = l1 or SmallL1()
         self.tier: FileTier = make_file_tier(
-            tier_url(folder, size, parameters), self.l1.region, PAGE, disk if disk is not None else Disk()
+            tier_url(folder, f"{size_of(parse_size(size))}", parameters),
+            self.l1.region,
+            PAGE,
+            disk if disk is not None else Disk(),
         )
         self._ends: dict[int, TierEnd] = {}
         self._closed = False

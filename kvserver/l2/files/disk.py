@@ -5,9 +5,25 @@ Owns: nothing. `calls` are those of the threads that move records; None is the s
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
+from typing import Any
 
 from kvserver._native import FileCalls
+
+_FALLOC_FL_KEEP_SIZE = 1
+_RENAME_EXCHANGE = 2
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _call(name: str, *arguments: Any) -> None:
+    function = getattr(_libc, name, None)
+    if function is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    if function(*arguments) < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
 
 
 class Disk:
@@ -20,6 +36,10 @@ class Disk:
 
     def allocate(self, fd: int, size: int) -> None:
         os.posix_fallocate(fd, 0, size)
+
+    def reserve(self, fd: int, size: int) -> None:
+        """Space for so many bytes; the file's length stays. Not all file systems can."""
+        _call("fallocate", fd, _FALLOC_FL_KEEP_SIZE, ctypes.c_long(0), ctypes.c_long(size))
 
     def read(self, fd: int, size: int, offset: int) -> bytes:
         """Up to `size` bytes; fewer at the end of the file only."""
@@ -60,3 +80,12 @@ class Disk:
     def replace(self, name: str, new_name: str, folder: int) -> None:
         """Rename, durably once `sync` of the folder returned."""
         os.replace(name, new_name, src_dir_fd=folder, dst_dir_fd=folder)
+
+    def exchange(self, name: str, new_name: str, folder: int) -> None:
+        """Rename both, durably once `sync` of the folder returned. One that replaces the other where that cannot be done."""
+        try:
+            _call("renameat2", folder, name.encode(), folder, new_name.encode(), _RENAME_EXCHANGE)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOSYS, errno.EINVAL):
+                raise
+            self.replace(name, new_name, folder)

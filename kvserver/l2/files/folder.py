@@ -1,7 +1,7 @@
 """The folder of a file tier and its data file.
 
-Owns: who may use the folder, the lock that one daemon has on it, the data file's size. Refuses to know: what the
-files contain, but for the data file's first page.
+Owns: who may use the folder, the lock that one daemon has on it, and how much of `size` each file may use. Refuses to know:
+what the files contain, but for the data file's first page.
 
 The data file's first page: magic, u32 format, u32 page bytes, u64 id, XXH3-64 of these; the rest is zero. The id ties the
 journal to the file: a file that was replaced has none of the journal's records.
@@ -29,11 +29,24 @@ FORMAT = 1
 _HEAD = struct.Struct("<8sIIQ")
 _SUM = struct.Struct("<Q")
 _DIRECT_BYTES = 4096  # whole ones at aligned offsets and addresses suit O_DIRECT on all known disks
+_DATA = "data"
+_OTHERS = ("journal", "journal.new", "generations")
+_LEAST_SPARE_BYTES = 16 << 10  # of a small file of generations, and its replacement
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 class FormatError(Exception):
     """A file is of a format of later versions; it stays untouched."""
+
+
+def journal_bytes_of(size: int) -> int:
+    """Bytes of `size` that are for the journal, and as many for the file that replaces it."""
+    return max(size // 128, min(4 << 20, size // 16)) // _DIRECT_BYTES * _DIRECT_BYTES
+
+
+def data_bytes_of(size: int) -> int:
+    """Bytes of `size` that are for records: all but those of the journals, and some for the generations."""
+    return size - 2 * journal_bytes_of(size) - min(1 << 20, size // 64)
 
 
 @dataclass(frozen=True)
@@ -51,6 +64,7 @@ class Folder:
     def __init__(self, path: str, size: int, read_only: bool, disk: Disk) -> None:
         self.path = path
         self.disk = disk
+        self.journal_bytes = journal_bytes_of(size)
         self.read_only_reason = "the tier is configured read-only" if read_only else ""
         self.fd = _open_folder(path)
         try:
@@ -92,12 +106,12 @@ class Folder:
 
     def _open_data(self, size: int) -> DataFile:
         page_bytes = page_bytes_for(size)
-        pages = size // page_bytes
+        pages = data_bytes_of(size) // page_bytes
         fd = -1
         try:
             fd = self._open_writable(pages * page_bytes) if not self.read_only_reason else -1
             if fd < 0:
-                fd = self.open_file("data", os.O_RDONLY)
+                fd = self.open_file(_DATA, os.O_RDONLY)
                 pages = min(pages, os.fstat(fd).st_size // page_bytes)
                 if not pages:
                     raise self._refusal("it is read-only, and has no records")
@@ -114,18 +128,19 @@ class Folder:
     def _open_writable(self, size: int) -> int:
         """The data file with all its space; -1 if the folder is read-only."""
         try:
-            fd = self.open_file("data", os.O_RDWR | os.O_CREAT)
+            fd = self.open_file(_DATA, os.O_RDWR | os.O_CREAT)
         except OSError as error:
             if error.errno not in _READ_ONLY:
                 raise
             self.read_only_reason = f"the folder is read-only: {error.strerror}"
             return -1
         before = os.fstat(fd)
+        all_files = size + 2 * self.journal_bytes + _LEAST_SPARE_BYTES
         try:
             if before.st_size > size:
                 self.disk.truncate(fd, size)
             free = os.fstatvfs(fd)
-            if free.f_bavail * free.f_frsize + 512 * before.st_blocks < size:  # else a full disk would be left behind
+            if free.f_bavail * free.f_frsize + self._used_bytes() < all_files:  # else a full disk would be left behind
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self.disk.allocate(fd, size)
         except OSError as error:
@@ -133,9 +148,17 @@ class Folder:
                 os.ftruncate(fd, min(before.st_size, size))
             os.close(fd)
             raise self._refusal(
-                f"{size} bytes for it could not be had: {error.strerror}; give a smaller ?size="
+                f"{all_files} bytes for it could not be had: {error.strerror}; give a smaller ?size="
             ) from None
         return fd
+
+    def _used_bytes(self) -> int:
+        """What its files use of the file system."""
+        used = 0
+        for name in (_DATA, *_OTHERS):
+            with suppress(FileNotFoundError):
+                used += 512 * os.stat(name, dir_fd=self.fd, follow_symlinks=False).st_blocks
+        return used
 
     def _with_head(self, fd: int, page_bytes: int, pages: int) -> DataFile:
         """The file, opened for direct I/O if its file system can, with a head."""
@@ -156,7 +179,7 @@ class Folder:
     def _direct(self, fd: int) -> int:
         """A descriptor for direct I/O; -1 if that does not work here."""
         try:
-            direct = self.open_file("data", (os.O_RDONLY if self.read_only_reason else os.O_RDWR) | os.O_DIRECT)
+            direct = self.open_file(_DATA, (os.O_RDONLY if self.read_only_reason else os.O_RDWR) | os.O_DIRECT)
         except OSError:
             return -1
         try:

@@ -5,24 +5,34 @@ Owns: the file, its replay and its replacement. Refuses to know: what the entrie
 The head: magic, u32 format, u32 bytes of it, u64 id of this file, u64 id of the data file, XXH3-64 of these. An entry counts
 only if it has the id of the file and the next sequence. Nothing is appended behind an entry that does not count: replay
 cuts the file off there, durably, first.
+
+Space. A journal without space would make the tier read-only. So this file and the one that replaces it each have
+`Folder.journal_bytes` reserved. When a file was replaced it keeps its space and becomes the next replacement: its old
+entries have another id.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import struct
+from contextlib import suppress
 
 from kvserver._native import RecordTable, checksum
 from kvserver.l2.files.folder import Folder, FormatError
 
+log = logging.getLogger(__name__)
+
 NAME = "journal"
+_NEW = f"{NAME}.new"
 FORMAT = 1
 _MAGIC = b"KVSL2JNL"
 _HEAD = struct.Struct("<8sIIQQ")
 _SUM = struct.Struct("<Q")
 HEAD_BYTES = _HEAD.size + _SUM.size
 _SLICE = 4 << 20
+_SYNC_BYTES = 4 << 20  # of a next file, so that the last sync is short
 _MOST_ENTRY_BYTES = 1 << 20
 
 
@@ -41,10 +51,12 @@ class Journal:
     def __init__(self, folder: Folder, fd: int, id: int, size: int) -> None:
         self.id = id
         self.bytes = size
+        self.capacity = folder.journal_bytes
         self._folder = folder
         self._disk = folder.disk
         self._fd = fd
         self._next: tuple[int, int] | None = None  # descriptor and bytes of the file that will replace this one
+        self._synced = 0  # bytes of it
 
     @staticmethod
     def make(folder: Folder, id: int) -> Journal:
@@ -53,6 +65,14 @@ class Journal:
         journal.begin_next(id)
         journal.switch(id)
         return journal
+
+    def reserve(self) -> None:
+        """Its space, and that of the file that will replace it, as far as the file system has it and can."""
+        try:
+            self._disk.reserve(self._fd, self.capacity)
+            os.close(self._open_next())
+        except OSError as error:
+            log.warning("L2 file://%s: no space is reserved for its journal: %s", self._folder.path, error)
 
     def append(self, entries: bytes) -> None:
         self._disk.write(self._fd, entries, self.bytes)
@@ -63,23 +83,27 @@ class Journal:
 
     def begin_next(self, id: int) -> None:
         head = make_head(id, self._folder.data.id)
-        fd = self._folder.open_file(f"{NAME}.new", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        fd = self._open_next()
         self._drop_next()
-        self._next = (fd, len(head))
+        self._next, self._synced = (fd, len(head)), 0
         self._disk.write(fd, head, 0)
 
     def append_next(self, entries: bytes) -> None:
         assert self._next is not None, "begin_next() comes first"
         fd, size = self._next
         self._disk.write(fd, entries, size)
-        self._next = (fd, size + len(entries))
+        size += len(entries)
+        self._next = (fd, size)
+        if size - self._synced >= _SYNC_BYTES:
+            self._disk.sync(fd)
+            self._synced = size
 
     def switch(self, id: int) -> None:
         """The next file becomes the journal."""
         assert self._next is not None, "begin_next() comes first"
         fd, size = self._next
         self._disk.sync(fd)
-        self._disk.replace(f"{NAME}.new", NAME, self._folder.fd)
+        self._disk.exchange(_NEW, NAME, self._folder.fd)
         self._disk.sync(self._folder.fd)
         self._next = None
         if self._fd >= 0:
@@ -89,6 +113,14 @@ class Journal:
     def close(self) -> None:
         self._drop_next()
         os.close(self._fd)
+
+    def _open_next(self) -> int:
+        fd = self._folder.open_file(_NEW, os.O_RDWR | os.O_CREAT)
+        if os.fstat(fd).st_size > self.capacity:  # of another size of the tier
+            self._disk.truncate(fd, 0)
+        with suppress(OSError):  # a write fails where space is really missing
+            self._disk.reserve(fd, self.capacity)
+        return fd
 
     def _drop_next(self) -> None:
         if self._next is not None:

@@ -1,50 +1,73 @@
 """The way of the index's changes into the journal.
 
 Owns: which pages of dropped records may be used again: those whose drops are in the journal (written, not fsynced).
-Compaction, when the journal has twice the bytes that its live records need. Refuses to know: tickets.
+Compaction, when the journal has twice the bytes that its live records need, or nears its capacity. Refuses to know: tickets.
 
-One batch is under way at a time; what changes meanwhile is the next one. The worker runs tasks in their order, so the
-entries of the new file that follow a compaction come after its switch.
+Rounds. A round is a batch of entries for the journal, then a part of a compaction, if one is under way. The next round begins
+when both have ended; what changes meanwhile waits for it. So nothing is written behind an entry that failed, and no second
+compaction begins before the first one's file is the journal.
+
+Failures. After one the journal gets no entries, until a compaction has put a new file into its place. That is tried for errors
+that may pass. Pages of dropped records wait for it.
 """
 
 from __future__ import annotations
 
+import errno
+from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from kvserver._native import RecordTable
 from kvserver.cache import PagePool
+from kvserver.cache.pages import page_count
 from kvserver.l2.files import journal
 from kvserver.l2.files.journal import Journal
 from kvserver.l2.files.worker import FileWorker
 
 _PER_SLICE = 2048  # records of one slice of a compaction
+_PER_FREE = 512 * 8  # bytes of extents that are freed at once
 _SPARE_BYTES = 1 << 20  # a smaller journal is not compacted
+_MOST_WAITING_BYTES = 4 << 20  # of entries, before puts wait
+_PASSING = (errno.ENOSPC, errno.EDQUOT)
+_FIRST_RETRY_NS, _LONGEST_RETRY_NS = 1_000_000_000, 60_000_000_000
 
 
 class LogWriter:
-    """REQUIRES: the loop's thread uses it. `failed` gets the reason why the journal can have no more entries."""
+    """REQUIRES: the loop's thread uses it. `failing` gets why the journal can have no more entries; "" when it can again."""
 
     def __init__(
-        self, table: RecordTable, pool: PagePool, file: Journal, worker: FileWorker, failed: Callable[[str], None]
+        self, table: RecordTable, pool: PagePool, file: Journal, worker: FileWorker, failing: Callable[[str], None]
     ) -> None:
         self._table = table
         self._pool = pool
         self._journal = file
         self._worker = worker
-        self._failed = failed
+        self._failing = failing
         self._freed = bytearray()  # extents whose drops are in the log, or need none
-        self._writing = False
+        self._free = deque[bytearray]()  # extents whose drops are in the journal
+        self._running = 0  # tasks of this round
         self._compacting = False
-        self._next_id = 0
-        self._slice_written = True
+        self._next_id = self._next_bytes = 0
+        self._retry_at_ns = 0  # 0: the failure will not pass
+        self._retry_ns = _FIRST_RETRY_NS
         self.bytes = file.bytes
         self.pending_pages = 0  # of dropped records, not free yet
-        self.broken = False
+        self.failure = ""
+
+    @property
+    def most_live_bytes(self) -> int:
+        """Entries of records that a journal can have: as many bytes as it has place for changes."""
+        return self._journal.capacity // 2
+
+    @property
+    def behind(self) -> bool:
+        return self._table.log_bytes > _MOST_WAITING_BYTES
 
     @property
     def idle(self) -> bool:
         """All that changed is in the journal."""
-        return not (self._writing or self._compacting or self._freed or self._table.has_log)
+        return not (self._running or self._compacting or self._freed or self._free or self._table.log_bytes)
 
     def free_later(self, extents: bytes, pages: int) -> None:
         """Free the pages once all entries logged so far are in the journal."""
@@ -52,36 +75,66 @@ class LogWriter:
         self.pending_pages += pages
 
     def step(self) -> bool:
-        """Send what waits. True if there is more to do at once."""
-        if self.broken:
+        """Begin a round, if the last one has ended. True if there is more to do at once."""
+        freed = self._free_some()
+        if self._running:
+            return freed
+        if self.failure:
             self._table.drain_log()
-            return False
-        if not self._writing and (self._freed or self._table.has_log):
-            self._write()
-        if not self._compacting and self.bytes > 2 * self._table.live_journal_bytes + _SPARE_BYTES:
+        full = self.bytes + self._table.log_bytes > self._journal.capacity
+        if not (self._compacting or self.failure) and (full or self.bytes > self._most_bytes()):
             self._begin_compaction()
-        return self._compacting and self._slice_written and self._compact()
+        elif self._compacting:
+            self._write(full)
+            self._compact()
+        else:
+            self._write(full)
+        return freed
 
-    def _write(self) -> None:
-        entries, freed = self._table.drain_log(), bytes(self._freed)
-        pages = self.pending_pages
-        self._freed.clear()
-        self._writing = True
+    def try_again(self, now_ns: int) -> None:
+        if self._retry_at_ns and self._retry_at_ns <= now_ns and not (self._running or self._compacting):
+            self._retry_ns = min(2 * self._retry_ns, _LONGEST_RETRY_NS)
+            self._retry_at_ns = now_ns + self._retry_ns
+            self._begin_compaction()
+
+    def _write(self, full: bool) -> None:
+        if full or self.failure or not (self._freed or self._table.log_bytes):
+            return
+        entries = self._table.drain_log()
+        freed, self._freed = self._freed, bytearray()
         self.bytes += len(entries)
 
         def written(_: object, error: Exception | None) -> None:
-            self._writing = False
+            self._running -= 1
             if error is not None:
-                self._break(error)
-                return
-            self._pool.free_pages(freed)
-            self.pending_pages -= pages
+                self._freed[:0] = freed
+                self._fail(error)
+            elif freed:
+                self._free.append(freed)
+                self._free_some()  # at once: puts wait for it
 
-        self._worker.run(lambda: self._journal.append(entries), written)
+        self._run(lambda: self._journal.append(entries), written)
+
+    def _run(self, call: Callable[[], Any], then: Callable[[Any, Exception | None], None]) -> None:
+        self._running += 1
+        self._worker.run(call, then)
+
+    def _free_some(self) -> bool:
+        """A slice: a clear frees all pages at once. False: there was nothing to free."""
+        if not self._free:
+            return False
+        batch = self._free[0]
+        part = bytes(batch[-_PER_FREE:])
+        del batch[-_PER_FREE:]
+        if not batch:
+            self._free.popleft()
+        self._pool.free_pages(part)
+        self.pending_pages -= page_count(part)
+        return True
 
     def write_last(self) -> None:
         """At the end: what waits, and the journal's last task. A compaction that is not complete is given up."""
-        entries = b"" if self.broken else self._table.drain_log()
+        entries = b"" if self.failure else self._table.drain_log()
 
         def last() -> None:
             try:
@@ -90,54 +143,58 @@ class LogWriter:
             finally:
                 self._journal.close()
 
-        self._worker.run(last, self._check)
+        self._worker.run(last, self._ended_last)
+
+    def _ended_last(self, _: object, error: Exception | None) -> None:
+        if error is not None:
+            self._fail(error)
 
     # ---- compaction -----------------------------------------------------------------------------
 
+    def _most_bytes(self) -> int:
+        live, capacity = self._table.live_journal_bytes, self._journal.capacity
+        return min(2 * live + min(_SPARE_BYTES, capacity // 4), (live + capacity) // 2)
+
     def _begin_compaction(self) -> None:
         id = self._next_id = journal.new_id()
-        self._compacting, self._slice_written = True, True
+        self._compacting, self._next_bytes = True, journal.HEAD_BYTES
         self._table.begin_next_log(id)
-        self._worker.run(lambda: self._journal.begin_next(id), self._check)
+        self._run(lambda: self._journal.begin_next(id), self._part_ended)
 
-    def _compact(self) -> bool:
-        """One slice, or the end. True if another slice follows at once."""
+    def _compact(self) -> None:
+        """One slice, or the end."""
         complete = self._table.fill_next_log(_PER_SLICE)
-        entries = self._table.drain_next_log()
-        self._slice_written = False
+        entries, id = self._table.drain_next_log(), self._next_id
+        self._next_bytes += len(entries)
         if not complete:
-            self._worker.run(lambda: self._journal.append_next(entries), self._slice_ended)
-            return False
-        last, id = self._table.drain_log(), self._next_id
+            self._run(lambda: self._journal.append_next(entries), self._part_ended)
+            return
         self._table.switch_logs()
-        self._compacting = False
+        self.bytes = self._next_bytes
 
-        def switch() -> int:
-            if last:
-                self._journal.append(last)
+        def switch() -> None:
             self._journal.append_next(entries)
             self._journal.switch(id)
-            return self._journal.bytes
 
-        self._worker.run(switch, self._switched)
-        return False
+        self._run(switch, self._switched)
 
-    def _slice_ended(self, _: object, error: Exception | None) -> None:
-        self._slice_written = True
-        self._check(_, error)
-
-    def _switched(self, size: int | None, error: Exception | None) -> None:
-        self._slice_written = True
-        if size is not None:
-            self.bytes = size
-        self._check(None, error)
-
-    def _check(self, _: object, error: Exception | None) -> None:
+    def _part_ended(self, _: object, error: Exception | None) -> None:
+        self._running -= 1
         if error is not None:
-            self._break(error)
-
-    def _break(self, error: Exception) -> None:
-        if not self.broken:
-            self.broken = True
+            self._compacting = False
             self._table.drop_next_log()
-            self._failed(f"the journal cannot be written: {error}")
+            self._fail(error)
+
+    def _switched(self, _: object, error: Exception | None) -> None:
+        self._part_ended(_, error)
+        self._compacting = False
+        if error is None and self.failure:
+            self.failure, self._retry_at_ns, self._retry_ns = "", 0, _FIRST_RETRY_NS
+            self._failing("")
+
+    def _fail(self, error: Exception) -> None:
+        passes = isinstance(error, OSError) and error.errno in _PASSING
+        if not self.failure:
+            self.failure = f"the journal cannot be written: {error}"
+            self._retry_at_ns = 1 if passes else 0  # the next tick
+            self._failing(self.failure)

@@ -20,7 +20,7 @@ from kvserver.l2.files.journal import Journal
 log = logging.getLogger(__name__)
 
 HEAD_PAGES = 1  # of the data file
-_SWEEP = 1 << 16
+_SWEEP = 1 << 10  # in one call; other threads of Python wait for it
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,9 @@ def open_tier(folder: Folder) -> Opened:
     if writable:
         written, sequence = (written, sequence) if written else (Journal.make(folder, journal.new_id()), 0)
         table.begin_log(written.id, sequence)
+        written.reserve()
+        while table.live_journal_bytes > written.capacity // 2 and table.evict() is not None:
+            pass  # of a larger size, or many small objects
     dropped, free = table.check_extents(HEAD_PAGES, folder.data.pages)
     if written and writable:
         written.append(table.drain_log())  # before a page of a dropped record is used again

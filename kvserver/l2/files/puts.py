@@ -62,9 +62,9 @@ class FilePuts:
 
     def start(self) -> None:
         """Write those that there is space for."""
-        while self._waiting:
+        while self._waiting and self._records.writable:
             put = self._waiting[0]
-            extents = self._records.pool.allocate_pages(put.pages)
+            extents = self._records.allocate(put.pages)
             if extents is None:
                 possible, evictions = self._records.make_room(put.pages, sum(each.pages for each in self._waiting))
                 self._tickets.counts.evictions += evictions

@@ -13,15 +13,16 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from kvserver._native import HostRegion, Record, checksum
+from kvserver.cache.pages import page_count
 from kvserver.l2.base import Changed, ObjectMemory, ObjectName
 from kvserver.l2.failures import ObjectFailures
 from kvserver.l2.files.log_writer import LogWriter
 from kvserver.l2.files.opening import HEAD_PAGES, Opened
 from kvserver.l2.files.worker import FileWorker
 
-_SWEEP = 4096  # records of one slice
+_SWEEP = 512  # records of one slice
+_MOST_EVICTIONS = 256  # at once
 _WALK = 1024
-_EXTENT = struct.Struct("=II")
 
 
 class PlacedRecord(NamedTuple):
@@ -33,15 +34,17 @@ class PlacedRecord(NamedTuple):
 
 
 class FileRecords:
-    """REQUIRES: one thread uses it. `failed` gets the reason why the journal can have no more entries, `changed` each change."""
+    """REQUIRES: one thread uses it. `failing` gets the reason why the journal can have no more entries, or that it can (""); `changed` each change."""
 
-    def __init__(self, opened: Opened, worker: FileWorker, failed: Callable[[str], None], changed: Changed) -> None:
+    def __init__(self, opened: Opened, worker: FileWorker, failing: Callable[[str], None], changed: Changed) -> None:
         self._changed = changed
         self.generations = opened.generations
         self._table = opened.table
         self.pool = opened.pool
         self._writer = (
-            LogWriter(opened.table, opened.pool, opened.journal, worker, failed) if opened.journal is not None else None
+            LogWriter(opened.table, opened.pool, opened.journal, worker, failing)
+            if opened.journal is not None
+            else None
         )
         self.failures = ObjectFailures()
         self._reads = Counter[bytes]()  # under way, by extents
@@ -52,7 +55,8 @@ class FileRecords:
 
     @property
     def writable(self) -> bool:
-        return self._writer is not None
+        """Puts may begin. Not while the journal is far behind: what it lacks is in memory."""
+        return self._writer is not None and not self._writer.behind
 
     @property
     def used_bytes(self) -> int:
@@ -61,7 +65,7 @@ class FileRecords:
     @property
     def journaled(self) -> bool:
         """All that changed is in the journal, or will never be."""
-        return self._writer is None or self._writer.idle or self._writer.broken
+        return self._writer is None or self._writer.idle or bool(self._writer.failure)
 
     # ---- the index ------------------------------------------------------------------------------
 
@@ -128,6 +132,14 @@ class FileRecords:
         """Whether so many could ever be free."""
         return pages <= self.pool.pages - HEAD_PAGES
 
+    def allocate(self, pages: int) -> bytes | None:
+        """None if there is no space for so many pages, or for one more entry of the journal."""
+        return None if self._journal_is_full() else self.pool.allocate_pages(pages)
+
+    def _journal_is_full(self) -> bool:
+        assert self._writer is not None
+        return self._table.live_journal_bytes > self._writer.most_live_bytes
+
     def make_room(self, pages: int, more: int) -> tuple[bool, int]:
         """Evict until so many pages are free or will be, and `more` as far as possible; false if `pages` never will be.
 
@@ -135,15 +147,16 @@ class FileRecords:
         put by put, each put would wait for a write of the journal. REQUIRES: more >= pages.
         """
         assert self._writer is not None
-        evictions = 0
-        while (coming := self.pool.unused_pages + self._writer.pending_pages) < more:
+        for evictions in range(_MOST_EVICTIONS):  # what is left follows once their drops are in the journal
+            coming = self.pool.unused_pages + self._writer.pending_pages
+            if coming >= more and not self._journal_is_full():
+                return True, evictions
             evicted = self._table.evict()
             if evicted is None:
                 return coming >= pages or bool(self._read_and_freed) or not self._table.swept, evictions
-            evictions += 1
             self._release(evicted[3])
             self._changed(False, ObjectName(*evicted[:3]))
-        return True, evictions
+        return True, _MOST_EVICTIONS
 
     def pin(self, extents: bytes) -> None:
         """A get begins to read them."""
@@ -163,7 +176,7 @@ class FileRecords:
         if extents in self._reads:
             self._read_and_freed.add(extents)
         elif self._writer is not None:
-            self._writer.free_later(extents, _pages_of(extents))
+            self._writer.free_later(extents, page_count(extents))
 
     # ---- the journal ----------------------------------------------------------------------------
 
@@ -172,13 +185,17 @@ class FileRecords:
         if self._table.swept or self._writer is None:
             return False
         freed = self._table.sweep(_SWEEP)
-        for first, count in _EXTENT.iter_unpack(freed):
-            self._writer.free_later(_EXTENT.pack(first, count), count)
+        self._writer.free_later(freed, page_count(freed))
         return not self._table.swept
 
     def write_log(self) -> bool:
         """Send what waits to the journal. True if there is more to do at once."""
         return self._writer is not None and self._writer.step()
+
+    def try_again(self, now_ns: int) -> None:
+        """Write a journal anew, if that failed for a reason that may have passed."""
+        if self._writer is not None:
+            self._writer.try_again(now_ns)
 
     def write_last(self) -> None:
         if self._writer is not None:
@@ -201,7 +218,3 @@ class L1Pages(NamedTuple):
 def meaning_of(memory: ObjectMemory) -> int:
     """What must agree before a record is read, but for its name and generation. The header has it in full."""
     return checksum(memory.coverage + struct.pack(f"<{len(memory.slot_bytes)}Q", *memory.slot_bytes))
-
-
-def _pages_of(extents: bytes) -> int:
-    return sum(count for _, count in _EXTENT.iter_unpack(extents))

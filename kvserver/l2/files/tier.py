@@ -70,6 +70,7 @@ class FileTier:
         self._closed = ""
         self._read_only = folder.read_only_reason
         self._stalled = ""
+        self._stalled_journal = ""  # puts and clears need the worker, gets do not
         self._early_clears: list[tuple[int, bytes]] = []  # before the end of opening
         self._worker.run(partial(open_tier, folder), self._opened)
 
@@ -87,11 +88,11 @@ class FileTier:
             return "opening"
         if self._stalled:
             return "unavailable"
-        return "read_only" if self._read_only else "ready"
+        return "read_only" if self._read_only or self._stalled_journal else "ready"
 
     @property
     def failure(self) -> str:
-        return self._closed or self._stalled or self._read_only
+        return self._closed or self._stalled or self._read_only or self._stalled_journal
 
     @property
     def direct(self) -> bool:
@@ -110,7 +111,7 @@ class FileTier:
         if opened is None:
             self._close_tier(f"{self._folder.path}: {error}")
             return
-        records = FileRecords(opened, self._worker, self._stop_writing, self._changed)
+        records = FileRecords(opened, self._worker, self._journal_fails, self._changed)
         self._parts = _Parts(
             records,
             FilePuts(records, self._device, self._l1, self._tickets),
@@ -130,9 +131,13 @@ class FileTier:
         for ticket, _ in early:
             self._tickets.end(ticket, TierOutcome.UNAVAILABLE, why)
 
-    def _stop_writing(self, why: str) -> None:
-        log.error("L2 tier %s is read-only from now on: %s", self.name, why)
+    def _journal_fails(self, why: str) -> None:
+        """Empty: no longer."""
         self._read_only = why
+        if not why:
+            log.info("L2 tier %s: its journal can be written again", self.name)
+            return
+        log.error("L2 tier %s is read-only: %s", self.name, why)
         self._tickets.counts.errors += 1
         if self._parts is not None:
             self._parts.puts.give_up(why)
@@ -226,22 +231,25 @@ class FileTier:
         if (parts := self._parts) is not None:
             # The pages of what was cleared are free only once none of it can come back.
             more = parts.clears.durable and parts.records.sweep()
-            if parts.records.writable:
-                parts.puts.start()
+            parts.puts.start()
             if parts.records.write_log() or more:
                 self._device.notify()
         return self._tickets.drain()
 
     def tick(self, now_ns: int) -> None:
         self._device.expire()
-        longest_ns = max(self._device.stalled_nanos, self._worker.stalled_ns if self._parts is not None else 0)
-        stalled = longest_ns > self._timeout_ns + int(_STALLED_SECONDS * 1e9)
-        self._stalled = f"a call of the file system has not ended for {longest_ns * 1e-9:.0f} s" if stalled else ""
+        self._stalled = self._stall("a call of the file system", self._device.stalled_nanos)
         if (parts := self._parts) is not None:
+            self._stalled_journal = self._stall("a call for the journal or the generations", self._worker.stalled_ns)
             parts.puts.expire(now_ns)
+            parts.records.try_again(now_ns)
             parts.clears.save()
             if parts.records.write_log():
                 self._device.notify()
+
+    def _stall(self, what: str, nanos: int) -> str:
+        late = nanos > self._timeout_ns + int(_STALLED_SECONDS * 1e9)
+        return f"{what} has not ended for {nanos * 1e-9:.0f} s" if late else ""
 
     # ---- the end, status ------------------------------------------------------------------------
 

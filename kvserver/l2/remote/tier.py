@@ -309,8 +309,7 @@ class RemoteTier:
                 self._failures.answered()
         if ticket.void:
             result = Result(TierOutcome.CANCELLED)
-        for name, present in result.exists:
-            self._existence.note(name, present, job.ended_ns)
+        self._existence.note_all(result.exists, job.ended_ns)
         if ticket.kind in ("put", "get"):
             self._counts.add(ticket.kind, job, result)
             self._watch_corruption(result.outcome)

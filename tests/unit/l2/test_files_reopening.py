@@ -47,6 +47,7 @@ class TestReopening:
         assert {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "tier").iterdir()} == {
             "data": 0o600,
             "journal": 0o600,
+            "journal.new": 0o600,
             "generations": 0o600,
             "generations.copy": 0o600,
         }
