@@ -73,6 +73,7 @@ class TieredWalk(Walk):
             self.fail_store: 6,
             self.recover: 8,
             self.hang_store: 3,
+            self.refuse_writes: 3,
             self.hang_disk: 2,
             self.hang_sync: 2,
             self.fill_disk: 2,
@@ -166,6 +167,11 @@ class TieredWalk(Walk):
         self.counts["hangs"] += 1
         self.world.storage.store.hang(True)
 
+    def refuse_writes(self) -> None:
+        """As a replica, and as one whose user may not delete."""
+        self.counts["refused writes"] += 1
+        self.world.storage.store.read_only = True
+
     def hang_disk(self) -> None:
         self.counts["hangs"] += 1
         self.world.disk.file.hang(True)
@@ -180,6 +186,7 @@ class TieredWalk(Walk):
 
     def go_on(self) -> None:
         self.world.storage.store.hang(False)
+        self.world.storage.store.read_only = False
         self.world.disk.go_on()
 
     def recover(self) -> None:
@@ -257,5 +264,5 @@ def test_a_random_walk_over_l1_and_l2_agrees_with_a_plain_dict(
             walk()
     assert met(), counts
     assert min(counts[name] for name in ("stored", "loaded", "fills", "filled hits", "adopted")) > 20, counts
-    met = ("faults", "hangs", "hung syncs", "full disks", "flips", "old ids", "daemons", "clears")
-    assert min(counts[name] for name in met) > 3, counts
+    often = ("faults", "hangs", "hung syncs", "full disks", "flips", "old ids", "refused writes", "daemons", "clears")
+    assert min(counts[name] for name in often) > 3, counts

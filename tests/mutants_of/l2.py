@@ -193,7 +193,7 @@ MUTANTS = (
     # ---- remote/generations.py ----------------------------------------------------------------------
     Mutant(
         "a lost id of a scope is replaced by one that was used before",
-        GENERATIONS, "Generations._ids_of", "value or client.create_id(name, new_id(least[scope]))", "value or bytes(16)",
+        GENERATIONS, "Generations._ids_of", "value or self._created(client, name, least[scope])", "value or bytes(16)",
         ("unit/l2/test_valkey.py::test_what_was_cleared_stays_so_when_the_server_loses_the_ids",),
     ),
     Mutant(
@@ -342,7 +342,7 @@ MUTANTS = (
     ),
     Mutant(
         "an object that another daemon cleared while it was read is a hit",
-        STORE_WORK, "StoreWork.get", "changed = self._generations.of(client, namespace) != generation",
+        STORE_WORK, "StoreWork.get", "changed = self._generations.of_reader(client, namespace) != generation",
         "changed = False",
         (f"{REMOTE_FAULTS}::test_what_another_daemon_cleared_while_it_was_under_way_counts_no_more",),
     ),

@@ -84,6 +84,18 @@ class Folder:
             raise PermissionError(errno.EPERM, "not a regular file of this user", f"{self.path}/{name}")
         return fd
 
+    def lost(self) -> str:
+        """Why a restart would not find these files; "" if it would. Waits for the file system."""
+        places = ((self.path, None, self.fd), ("data", self.fd, self.data.fd))
+        for name, folder, fd in places:
+            try:
+                if os.path.samestat(os.stat(name, dir_fd=folder), os.fstat(fd)):
+                    continue
+            except OSError as error:
+                return f"{self.path} is no longer there ({error.strerror}): put it back, or restart the daemon"
+            return f"{self.path} was replaced: put it back, or restart the daemon"
+        return ""
+
     def close(self) -> None:
         """Unlock the folder. Threads that still use the data file have descriptors of their own."""
         os.close(self.data.fd)

@@ -70,6 +70,7 @@ class FileTier:
         self._closed = ""
         self._read_only = folder.read_only_reason
         self._stalled = ""
+        self._lost, self._looks = "", False  # why a restart would not find the files; the worker looks
         self._stalled_journal = ""  # puts and clears need the worker, gets do not
         self._early_clears: list[tuple[int, bytes]] = []  # before the end of opening
         self._worker.run(partial(open_tier, folder), self._opened)
@@ -84,15 +85,15 @@ class FileTier:
     def state(self) -> State:
         if self._closed:
             return "closed"
+        if self._stalled or self._lost:
+            return "unavailable"
         if self._parts is None:
             return "opening"
-        if self._stalled:
-            return "unavailable"
         return "read_only" if self._read_only or self._stalled_journal else "ready"
 
     @property
     def failure(self) -> str:
-        return self._closed or self._stalled or self._read_only or self._stalled_journal
+        return self._closed or self._stalled or self._lost or self._read_only or self._stalled_journal
 
     @property
     def direct(self) -> bool:
@@ -238,14 +239,28 @@ class FileTier:
 
     def tick(self, now_ns: int) -> None:
         self._device.expire()
-        self._stalled = self._stall("a call of the file system", self._device.stalled_nanos)
+        opening_ns = self._worker.stalled_ns if self._parts is None else 0
+        self._stalled = self._stall("a call of the file system", max(self._device.stalled_nanos, opening_ns))
         if (parts := self._parts) is not None:
             self._stalled_journal = self._stall("a call for the journal or the generations", self._worker.stalled_ns)
             parts.puts.expire(now_ns)
             parts.records.try_again(now_ns)
             parts.clears.save()
+            self._look_at_paths()
             if parts.records.write_log():
                 self._device.notify()
+
+    def _look_at_paths(self) -> None:
+        """A folder that was removed, unmounted or replaced is noticed within a second: what is written there is lost at a restart."""
+        if not self._looks:
+            self._looks = True
+            self._worker.run(self._folder.lost, self._looked)
+
+    def _looked(self, lost: str | None, error: Exception | None) -> None:
+        lost, self._looks = lost or str(error or ""), False
+        if lost and not self._lost:
+            log.error("L2 tier %s is unavailable: %s", self.name, lost)
+        self._lost = lost
 
     def _stall(self, what: str, nanos: int) -> str:
         late = nanos > self._timeout_ns + int(_STALLED_SECONDS * 1e9)
