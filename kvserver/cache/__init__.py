@@ -19,5 +19,5 @@ from kvserver.cache.namespace import (
     tails_of,
     with_variant,
 )
-from kvserver.cache.pages import PagePool, page_bytes_for
+from kvserver.cache.pages import PagePool, page_bytes_for, page_count
 from kvserver.cache.store_plan import StorePlan

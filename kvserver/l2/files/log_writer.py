@@ -19,8 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvserver._native import RecordTable
-from kvserver.cache import PagePool
-from kvserver.cache.pages import page_count
+from kvserver.cache import PagePool, page_count
 from kvserver.l2.files import journal
 from kvserver.l2.files.journal import Journal
 from kvserver.l2.files.worker import FileWorker

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from kvserver._native import HostRegion, Record, checksum
-from kvserver.cache.pages import page_count
+from kvserver.cache import page_count
 from kvserver.l2.base import Changed, ObjectMemory, ObjectName
 from kvserver.l2.failures import ObjectFailures
 from kvserver.l2.files.log_writer import LogWriter
