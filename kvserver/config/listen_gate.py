@@ -91,8 +91,9 @@ class ListenGate:
                 time.sleep(_LOOK_SECONDS)
                 continue
             short = False
-            self._arm(next(iter(ready)), select.EPOLLIN)
-            while self._wait([]) is not None and not self._read_report():
+            listener = next(iter(ready))
+            self._arm(listener, select.EPOLLIN)
+            while listener in self._entries and self._wait([]) is not None and not self._read_report():
                 pass
 
     def _wait(self, listeners: list[int]) -> dict[Any, int] | None:
@@ -130,7 +131,8 @@ class ListenGate:
         """Let libzmq accept one connection; with 0 none."""
         epoll, data = self._entries[listener]
         if _LIBC.epoll_ctl(epoll, _EPOLL_CTL_MOD, listener, _EVENT.pack(events | select.EPOLLONESHOT, data)):
-            raise OSError(ctypes.get_errno(), f"epoll_ctl of listener {listener}")
+            del self._entries[listener]
+            log.error("listener %d accepts no more connections: %s", listener, os.strerror(ctypes.get_errno()))
 
 
 def _entry_of(listener: int) -> _Entry | None:

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 MOST_CONNECTIONS = 64
 SPARE = 4
+WHY_SPARE = {"busy": "all connections are in use; retry later", "descriptors": SHORT}
 REQUEST_SECONDS = 8.0  # to send a request, head and body
 ANSWER_SECONDS = 15.0  # to make an answer and to read it
 IDLE_SECONDS = 75.0  # until the next request: longer than the usual scrape interval
@@ -51,7 +52,7 @@ class Visit:
     socket: socket.socket
     since: float
     deadline: float
-    spare: bool
+    spare: str  # why only the open pages answer; "" if all do: a key of WHY_SPARE
     phase: Phase = Phase.SENDING
     ended: bool = False  # shut down by the daemon: its thread is about to end
 
@@ -108,33 +109,33 @@ class Connections(ThreadingHTTPServer):
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if not has_free_descriptors(RESERVE):
-            self._turn_away(request, "descriptors", SHORT)
-        elif self._admit(request):
+        reason, most = ("busy", MOST_CONNECTIONS) if has_free_descriptors(RESERVE) else ("descriptors", 0)
+        if self._admit(request, reason, most):
             super().process_request(request, client_address)
         else:
-            self._turn_away(request, "busy", "all connections are in use; retry later")
+            self._turn_away(request, reason)
 
-    def _admit(self, connection: socket.socket) -> bool:
+    def _admit(self, connection: socket.socket, reason: str, most: int) -> bool:
+        """`most`: beyond them there are spare ones, for `reason`."""
         now = time.monotonic()
         with self._changed:
-            if len(self._visits) >= MOST_CONNECTIONS and (oldest := self._longest_waiting()) is not None:
+            if len(self._visits) >= max(1, most) and (oldest := self._longest_waiting()) is not None:
                 before = len(self._visits)
                 self._end(oldest, "crowded" if oldest.phase is Phase.SENDING else "")
                 self._changed.wait_for(lambda: len(self._visits) < before, _ROOM_SECONDS)
             taken = len(self._visits)
-            if taken >= MOST_CONNECTIONS + SPARE:
+            if taken >= most + SPARE:
                 return False
             # Counted from here, not from the thread's start: the count bounds the threads.
-            self._visits[connection] = Visit(connection, now, now + REQUEST_SECONDS, taken >= MOST_CONNECTIONS)
+            self._visits[connection] = Visit(connection, now, now + REQUEST_SECONDS, reason * (taken >= most))
             return True
 
     def _longest_waiting(self) -> Visit | None:
         waiting = [visit for visit in self._visits.values() if visit.phase is not Phase.ANSWERING and not visit.ended]
         return min(waiting, key=lambda visit: visit.since, default=None)
 
-    def _turn_away(self, connection: socket.socket, reason: str, message: str) -> None:
-        body = json.dumps({"error": reason, "message": message}).encode()
+    def _turn_away(self, connection: socket.socket, reason: str) -> None:
+        body = json.dumps({"error": reason, "message": WHY_SPARE[reason]}).encode()
         head = (
             "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\nConnection: close\r\n"
             f"Content-Length: {len(body)}\r\n\r\n"

@@ -34,7 +34,7 @@ from kvserver.telemetry.metrics_process import process_families
 from kvserver.telemetry.prometheus import render
 from kvserver.web import clear_page, explain_page, page, snapshot_page
 from kvserver.web.access import OPEN_PAGES, Access, Refusal
-from kvserver.web.connections import ANSWER_SECONDS, IDLE_SECONDS, REQUEST_SECONDS, Connections, Phase
+from kvserver.web.connections import ANSWER_SECONDS, IDLE_SECONDS, REQUEST_SECONDS, WHY_SPARE, Connections, Phase
 from kvserver.web.history import NO_HISTORY, History
 from kvserver.web.memcpy import Memcpy
 
@@ -214,7 +214,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _refusal(self) -> Refusal | None:
         if self._visit.spare and self._page_name not in OPEN_PAGES:
-            return Refusal(503, "busy", "all connections are in use; retry later")
+            return Refusal(503, self._visit.spare, WHY_SPARE[self._visit.spare])
         return self.server.access.refusal(self.command, self._page_name, self.headers)
 
     def _read_body(self) -> Refusal | None:
