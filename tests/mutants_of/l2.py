@@ -143,7 +143,7 @@ MUTANTS = (
     # ---- remote/generations.py ----------------------------------------------------------------------
     Mutant(
         "a lost id of a scope is replaced by one that was used before",
-        GENERATIONS, "Generations._ids_of", "value or client.create_id(name, new_id(least[scope]))", "value or bytes(16)",
+        GENERATIONS, "Generations._created", "return client.create_id(name, new_id(above))", "return bytes(16)",
         ("unit/l2/test_valkey.py::test_what_was_cleared_stays_so_when_the_server_loses_the_ids",),
     ),
     Mutant(
@@ -291,8 +291,13 @@ MUTANTS = (
         (f"{REMOTE_FAULTS}::test_an_earlier_generations_bytes_under_a_right_name_are_a_miss",),
     ),
     Mutant(
+        "a store that refuses to remove objects is written to no more",
+        STORE_WORK, "StoreWork._remove", "return False\n        return True", "raise\n        return True",
+        ("issues/test_one_ill_object_failed_its_whole_command.py::test_a_store_that_refuses_deletes_is_not_cut_off_by_drops",),
+    ),
+    Mutant(
         "an object that another daemon cleared while it was read is a hit",
-        STORE_WORK, "StoreWork.get", "changed = self._generations.of(client, namespace) != generation",
+        STORE_WORK, "StoreWork.get", "changed = self._generations.of_reader(client, namespace) != generation",
         "changed = False",
         (f"{REMOTE_FAULTS}::test_what_another_daemon_cleared_while_it_was_under_way_counts_no_more",),
     ),
