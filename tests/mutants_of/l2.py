@@ -341,6 +341,11 @@ MUTANTS = (
         (f"{REMOTE_FAULTS}::test_an_earlier_generations_bytes_under_a_right_name_are_a_miss",),
     ),
     Mutant(
+        "a store that refuses to remove objects is written to no more",
+        STORE_WORK, "StoreWork._remove", "return False\n        return True", "raise\n        return True",
+        ("issues/test_one_ill_object_failed_its_whole_command.py::test_a_store_that_refuses_deletes_is_not_cut_off_by_drops",),
+    ),
+    Mutant(
         "an object that another daemon cleared while it was read is a hit",
         STORE_WORK, "StoreWork.get", "changed = self._generations.of_reader(client, namespace) != generation",
         "changed = False",

@@ -37,6 +37,8 @@ class FaultyStore:
         self._older_ids: dict[str, bytes] = {}  # those that were replaced or lost
         self.served = 0  # requests
         self.read_only = False  # writes are refused, as by a replica
+        self.refuses_deletes = False
+        self.ill: set[str] = set()  # ends of names whose values no request reads or writes
         self._older: dict[str, bytes] = {}  # by name, a value that was replaced or removed
         self._dice = random.Random(seed)
         self._faults: deque[str] = deque()
@@ -82,7 +84,8 @@ class FaultyStore:
             self.values = dict(zip(names, [self.values[name] for name in (*names[1:], *names[:1])], strict=True))
 
     def heal(self) -> None:
-        self.read_only = False
+        self.read_only = self.refuses_deletes = False
+        self.ill.clear()
         with self._lock:
             self._faults.clear()
         self.hang(False)
@@ -107,9 +110,12 @@ class FaultyStore:
             raise StoreRefused("READONLY made up")
 
     def of_one(self, names: Sequence[str], fault: str) -> list[str]:
-        """The fault of one of the values of a request, and those of the others: none."""
+        """The fault of one of the values of a request; of the others only ill ones have one."""
         unlucky = self._dice.randrange(len(names))
-        return [fault if place == unlucky else "" for place in range(len(names))]
+        return [
+            "one" if any(map(name.endswith, self.ill)) else fault if place == unlucky else ""
+            for place, name in enumerate(names)
+        ]
 
     def read(self, name: str, fault: str) -> bytes | None:
         """REQUIRES: inside request()."""
@@ -201,6 +207,8 @@ class FaultyClient:
     def delete(self, names: Sequence[str]) -> None:
         with self._store.request():
             self._store.refuse_writes()
+            if self._store.refuses_deletes:
+                raise StoreRefused("made up: no deletes")
             for name in names:
                 self._store.values.pop(name, None)
 

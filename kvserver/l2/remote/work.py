@@ -198,9 +198,8 @@ class StoreWork:
         return answer(TierOutcome.DONE, exists=known if unknown else found)
 
     def delete(self, lane: Lane, names: Sequence[ObjectName]) -> Result:
-        for where in self._named(lane, names):
-            lane.client.delete(where)
-        return answer(TierOutcome.DONE, exists=[(name, False) for name in names])
+        done = all([self._remove(lane, where) for where in self._named(lane, names)])  # noqa: C419, each is tried
+        return Result(TierOutcome.DONE, answered=done, exists=tuple((name, False) for name in names))
 
     def refresh(self, lane: Lane, names: Sequence[ObjectName]) -> Result:
         for where in self._named(lane, names):
@@ -229,14 +228,16 @@ class StoreWork:
             TierOutcome.DONE, answered=True, refused="" if error is None or isinstance(error, StoreFull) else str(error)
         )
 
-    def _remove(self, lane: Lane, where: Sequence[str]) -> None:
-        """Housekeeping: what it meets changes no outcome."""
+    def _remove(self, lane: Lane, where: Sequence[str]) -> bool:
+        """Housekeeping: what it meets changes no outcome. False: the objects may still be there."""
         if self._read_only:
-            return
+            return False
         try:
             lane.client.delete(where)
         except StoreError as error:
-            log.info("%d objects that failed their checks could not be deleted: %s", len(where), error)
+            log.info("%d objects could not be deleted: %s", len(where), error)
+            return False
+        return True
 
     def _named(self, lane: Lane, names: Sequence[ObjectName]) -> list[list[str]]:
         """Where the objects are, in batches, their order kept inside a namespace."""
