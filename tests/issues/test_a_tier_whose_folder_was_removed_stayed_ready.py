@@ -64,3 +64,13 @@ def test_an_opening_that_hangs_is_unavailable_until_it_has_ended(
     opens.set()
     tick_until(rig, "ready")
     rig.close()
+
+
+def test_a_required_tier_that_is_configured_read_only_lets_the_daemon_be_ready(make_daemon, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/t?size=32MiB&required=true"
+    daemon = make_daemon(l2=url)
+    assert daemon.http("/readyz")[0] == 200
+    assert daemon.terminate() == 0
+    reader = make_daemon(l2=f"{url}&read_only=true")
+    assert reader.status()["l2"][0]["state"] == "read_only"
+    assert reader.http("/readyz") == (200, "ready\n")

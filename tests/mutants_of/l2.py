@@ -32,6 +32,9 @@ FILE_FULL = "issues/test_a_full_disk_made_a_file_tier_read_only_for_ever.py"
 FILE_COMPACTION = "issues/test_a_compaction_of_the_journal_ran_twice.py"
 FILE_TURNS = "issues/test_one_call_looked_at_all_records_of_l2.py"
 
+UNREADABLE = "issues/test_an_object_that_cannot_be_read_was_promised_for_ever.py"
+FAILOVER = "issues/test_after_a_failover_a_tier_never_wrote_again.py"
+
 MUTANTS = (
     # ---- files/generations.py -----------------------------------------------------------------------
     Mutant(
@@ -356,5 +359,40 @@ MUTANTS = (
         STORE_WORK, "StoreWork.put", "changed = self._generations.of(client, namespace) != generation",
         "changed = False",
         (f"{REMOTE_FAULTS}::test_what_another_daemon_cleared_while_it_was_under_way_counts_no_more",),
+    ),
+    # ---- failures of objects, of reads, of writes ---------------------------------------------------
+    Mutant(
+        "an object that cannot be read is promised again and again",
+        FILE_RECORDS, "FileRecords.holds",
+        "return self.failures.shown(found, namespace, group, keys, time.monotonic_ns())", "return found", (UNREADABLE,),
+    ),
+    Mutant(
+        "an object on a bad sector is not written anew",
+        FILE_PUTS, "FilePuts.begin", "if name in records.failures:", "if False:", (UNREADABLE,),
+    ),
+    Mutant(
+        "a tier that hangs makes its objects unreadable",
+        "kvserver/l2/failures.py", "ObjectFailures.blame_tier", "self._failed[name][0], 0", "self._failed[name]", (UNREADABLE,),
+    ),
+    Mutant(
+        "a refused put closes a tier to reads",
+        REMOTE_TIER, "RemoteTier._fail", "if not writes or not result.answered:", "if True:", (FAILOVER,),
+    ),
+    Mutant(
+        "a store that takes no writes is ready",
+        REMOTE_TIER, "RemoteTier._judge_ping", "if result.refused or not result.answered:", "if not result.answered:", (FAILOVER,),
+    ),
+    Mutant(
+        "a connection to what was the primary stays",
+        LANES, "Lanes._serve", "if lane.connections != self._connections:", "if False:", (FAILOVER,),
+    ),
+    Mutant(
+        "a tier that is configured read-only writes",
+        REMOTE_TIER, "RemoteTier.__init__", "reading(connect) if url.read_only else connect", "connect", (FAILOVER,),
+    ),
+    Mutant(
+        "a folder that was removed is trusted for ever",
+        FILE_TIER, "FileTier.state", "if self._stalled or self._lost:", "if self._stalled:",
+        ("issues/test_a_tier_whose_folder_was_removed_stayed_ready.py",),
     ),
 )  # fmt: skip

@@ -10,7 +10,7 @@ import contextlib
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvserver._native import HostRegion, Record, RecordMatch
@@ -73,13 +73,6 @@ def failure(error: Exception) -> Result:
     return Result(TierOutcome.UNAVAILABLE, what=f"{type(error).__name__}: {error}")
 
 
-def of_one_command(results: dict[TierJob, Result]) -> dict[TierJob, Result]:
-    """One of several names that failed is no failure of the store: the others were answered."""
-    if all(result.failed for result in results.values()):
-        return results
-    return {job: replace(result, failed=False) for job, result in results.items()}
-
-
 def _read(item: StoreObject, match: RecordMatch | StoreError | None, changed: bool) -> Result:
     """`match`: of the record that was found; None: none was."""
     absent = [(item.name, False)]
@@ -140,7 +133,7 @@ class StoreWork:
                     results[job] = answer(TierOutcome.CANCELLED, what=CHANGED)
                 else:
                     results[job] = answer(TierOutcome.DONE, records[job].bytes, exists=[(job.item.name, True)])
-        return of_one_command(results)
+        return results
 
     def get(self, jobs: Sequence[TierJob], lane: Lane) -> dict[TierJob, Result]:
         """REQUIRES: each is of a StoreObject, all of one namespace."""
@@ -164,7 +157,7 @@ class StoreWork:
         if wrong := [place for job, place in zip(jobs, where, strict=True) if matches.get(job) in useless]:
             self._remove(lane, wrong)  # a store may keep it, else, when the right one is put
         changed = self._generations.of_reader(client, namespace) != generation
-        return of_one_command({job: _read(job.item, match, changed) for job, match in matches.items()})
+        return {job: _read(job.item, match, changed) for job, match in matches.items()}
 
     def probe(self, job: TierJob, lane: Lane, names: Sequence[ObjectName], chain: bool) -> Result:
         """REQUIRES: all names are of one namespace. Of a chain what is behind the first absent object counts as absent, too."""
