@@ -28,6 +28,10 @@ _COMMON = {"admit", "required", "write_limit", "read_only", "timeout"}
 _TRUTH = {"true": True, "1": True, "false": False, "0": False}
 _DEFAULT_TIMEOUT_SECONDS = 2.0
 
+LEAST_BYTES_PER_SECOND = (
+    10_000_000  # of one connection; an engine computes KV of 300 kB a token faster than it gets 30 of them
+)
+
 
 @dataclass(frozen=True)
 class TierUrl:
@@ -46,7 +50,11 @@ class TierUrl:
     required: bool = False  # /readyz fails while the tier is closed or unavailable
     read_only: bool = False
     write_limit: int = 0  # bytes a second; 0: none
-    timeout_seconds: float = _DEFAULT_TIMEOUT_SECONDS  # of one put or get
+    timeout_seconds: float = _DEFAULT_TIMEOUT_SECONDS  # of one put or get, without the time for its bytes
+
+    def seconds_for(self, size: int) -> float:
+        """The longest that a request of so many bytes may take: a slower store is not worth having."""
+        return self.timeout_seconds + size / LEAST_BYTES_PER_SECOND
 
     @property
     def shown(self) -> str:

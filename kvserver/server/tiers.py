@@ -35,9 +35,9 @@ class ConfiguredTier:
         """Whether objects of this durability may be in the tier."""
         return durability >= (Durability.ANYWHERE if self.tier.shared else Durability.MACHINE)
 
-    @property
-    def timeout_ns(self) -> int:
-        return int(self.url.timeout_seconds * 1e9)
+    def timeout_ns(self, size: int) -> int:
+        """Of a put of so many bytes."""
+        return int(self.url.seconds_for(size) * 1e9)
 
 
 class Tiers:
@@ -72,7 +72,7 @@ class Tiers:
     def put(self, place: int, name: ObjectName, memory: ObjectMemory, parent: bytes, now_ns: int, ended: Ended) -> None:
         """Write the object to the tier; `ended` is called once, by complete()."""
         each = self.all[place]
-        ticket = each.tier.put(name, memory, parent, now_ns + each.timeout_ns)
+        ticket = each.tier.put(name, memory, parent, now_ns + each.timeout_ns(memory.bytes))
         self._open[place, ticket] = ended
 
     def get(self, place: int, name: ObjectName, memory: ObjectMemory, deadline_ns: int, ended: Ended) -> int:

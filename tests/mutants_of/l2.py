@@ -32,6 +32,7 @@ FILE_FULL = "issues/test_a_full_disk_made_a_file_tier_read_only_for_ever.py"
 FILE_COMPACTION = "issues/test_a_compaction_of_the_journal_ran_twice.py"
 FILE_TURNS = "issues/test_one_call_looked_at_all_records_of_l2.py"
 
+MOVED = "issues/test_a_put_that_moved_was_cut_off_by_its_time_out.py"
 UNREADABLE = "issues/test_an_object_that_cannot_be_read_was_promised_for_ever.py"
 FAILOVER = "issues/test_after_a_failover_a_tier_never_wrote_again.py"
 
@@ -394,5 +395,14 @@ MUTANTS = (
         "a folder that was removed is trusted for ever",
         FILE_TIER, "FileTier.state", "if self._stalled or self._lost:", "if self._stalled:",
         ("issues/test_a_tier_whose_folder_was_removed_stayed_ready.py",),
+    ),
+    # ---- deadlines and sizes ------------------------------------------------------------------------
+    Mutant(
+        "a put that moves is cut off by what it waited before",
+        LANES, "Lanes._give_time", "if job.deadline_ns < deadline_ns:", "if False:", (MOVED,),
+    ),
+    Mutant(
+        "the time-outs of a client do not grow with its requests",
+        LANES, "Lane.client_for", "if size > self.buffer.covers:", "if False:", (MOVED,),
     ),
 )  # fmt: skip

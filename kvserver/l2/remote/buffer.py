@@ -17,9 +17,10 @@ _STEP_BYTES = 1 << 20
 class LaneBuffer:
     """Of a memory file, which a client may hand to another process."""
 
-    def __init__(self) -> None:
+    def __init__(self, covers: int = 0) -> None:
         self._memory: mmap.mmap | None = None
         self.fd = -1
+        self.covers = covers  # bytes of a command, for which the time-outs of the lane's client suffice
         self.growths = 0  # after each of which the file is another one, whatever its number
 
     @property

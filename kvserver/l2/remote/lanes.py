@@ -73,8 +73,10 @@ class Lane:
     `inside(job)`: the context in which the job touches L1; it ends the lane's work, before or behind it, if the job has ended.
     """
 
-    def __init__(self, connect: ConnectStore, inside: Callable[[Job[Any]], AbstractContextManager[None]]) -> None:
-        self.buffer = LaneBuffer()
+    def __init__(
+        self, connect: ConnectStore, inside: Callable[[Job[Any]], AbstractContextManager[None]], covers: int
+    ) -> None:
+        self.buffer = LaneBuffer(covers)
         self.inside = inside
         self.connections = 0  # the number of Lanes.reconnect() calls before its client was made
         self._connect = connect
@@ -86,6 +88,13 @@ class Lane:
         if self._client is None:
             self._client = self._connect(self.buffer)
         return self._client
+
+    def client_for(self, size: int) -> StoreClient:
+        """The client, whose time-outs suffice for a command of so many bytes: another one if they did not."""
+        if size > self.buffer.covers:
+            self.buffer.covers = max(size, 2 * self.buffer.covers)
+            self.disconnect()
+        return self.client
 
     def check(self, job: Job[Any]) -> None:
         """End the lane's work if the job has ended."""
@@ -129,13 +138,16 @@ class Lanes(Generic[R]):
         overdue: Callable[[bool], R],
         failed: Callable[[Exception], R],
         bundle_bytes: int = BUNDLE_BYTES,
+        seconds_for: Callable[[int], float] = lambda size: 0.0,
     ) -> None:
-        """`overdue`: the result of a job whose time is over; its argument: whether the store, not the queue, is to blame.
+        """`seconds_for`: that a command of so many bytes which writes may take from its begin on, whatever its deadline was.
+        `overdue`: the result of a job whose time is over; its argument: whether the store, not the queue, is to blame.
         `failed`: the result of a job that raised."""
         assert count >= 2, "one lane is for readers only"
         self.completion_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._overdue, self._failed = overdue, failed
         self._bundle_bytes = bundle_bytes
+        self._seconds_for = seconds_for
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)  # a job was queued, or the end has begun
         self._time = threading.Condition(self._lock)  # an earlier deadline
@@ -146,7 +158,7 @@ class Lanes(Generic[R]):
         self._done: list[tuple[Job[R], R]] = []
         self._closing = False
         self._connections = 0
-        self._lanes = [Lane(connect, self._inside) for _ in range(count)]
+        self._lanes = [Lane(connect, self._inside, 2 * bundle_bytes) for _ in range(count)]
         self._threads = [
             threading.Thread(target=self._serve, args=(lane, number > 0), name=f"{name}-{number}", daemon=True)
             for number, lane in enumerate(self._lanes)
@@ -275,10 +287,20 @@ class Lanes(Generic[R]):
                         for job in jobs:
                             job.phase, job.began_ns, job.command = JobPhase.AWAY, now_ns, command
                             job.share = job.bytes / size if size else 1.0
+                        self._give_time(jobs, size, now_ns)
                         self._running[lane] = jobs
                         return jobs
                 self._work.wait()
         return []
+
+    def _give_time(self, jobs: Sequence[Job[R]], size: int, now_ns: int) -> None:
+        """What moves is not cut off for what it waited before. A get stays due: its request waits. REQUIRES: the lock."""
+        if size and not jobs[0].reads:
+            deadline_ns = now_ns + int(self._seconds_for(size) * 1e9)
+            for job in jobs:
+                if job.deadline_ns < deadline_ns:
+                    job.deadline_ns = deadline_ns
+                    heapq.heappush(self._open.deadlines, (deadline_ns, job.number))
 
     # ---- ends; the lock is taken ------------------------------------------------------------------
 
@@ -306,8 +328,9 @@ class Lanes(Generic[R]):
             while not self._closing:
                 now_ns = time.monotonic_ns()
                 while deadlines and deadlines[0][0] <= now_ns:
-                    _, number = heapq.heappop(deadlines)
-                    if (job := self._open.jobs.get(number)) is not None:
+                    due_ns, number = heapq.heappop(deadlines)
+                    job = self._open.jobs.get(number)
+                    if job is not None and job.deadline_ns <= due_ns:  # else it was given more time
                         self._end_outside(job, self._overdue(job.began_ns > 0 or self._all_hang()))
                 self._time.wait((deadlines[0][0] - now_ns) / 1e9 if deadlines else None)
 

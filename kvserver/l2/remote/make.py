@@ -47,7 +47,7 @@ def store_of(url: TierUrl) -> tuple[str, ConnectStore]:
     if url.kind == "valkey":
         server = valkey.ValkeyUrl(url)
         valkey.require_client(url)
-        return server.prefix, lambda buffer: valkey.connect(server)
+        return server.prefix, lambda buffer: valkey.connect(server, buffer.covers)
     if url.kind == "mooncake":
         store = mooncake.MooncakeUrl(url)
         mooncake.require_client(url)
@@ -55,4 +55,4 @@ def store_of(url: TierUrl) -> tuple[str, ConnectStore]:
     assert url.kind == "s3", url.kind
     bucket = s3.S3Url(url)
     s3.require_client(url)
-    return bucket.prefix, lambda buffer: s3.connect(bucket)
+    return bucket.prefix, lambda buffer: s3.connect(bucket, buffer.covers)

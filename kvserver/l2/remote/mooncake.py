@@ -57,7 +57,7 @@ class MooncakeUrl:
 
     def __init__(self, url: TierUrl) -> None:
         self.prefix = url.path.strip("/") or "kvserver"
-        self.timeout_seconds = url.timeout_seconds
+        self.timeout_seconds, self.seconds_for = url.timeout_seconds, url.seconds_for
         if url.username or url.password:
             raise ConfigError(f"--l2 {url.shown}: Mooncake has no users: write mooncake://host:port/prefix")
         self.settings = {
@@ -68,14 +68,13 @@ class MooncakeUrl:
             "metadata": url.own.get("metadata", "P2PHANDSHAKE"),
         }
 
-    @property
-    def environment(self) -> dict[str, str]:
-        """What the library reads from there: limits of its waits, and silence."""
+    def environment(self, size: int) -> dict[str, str]:
+        """What the library reads from there: limits of its waits, and silence. `size`: bytes of the largest request."""
         milliseconds = str(max(1, int(self.timeout_seconds * 1000)))
         return {
             "MC_RPC_TIMEOUT_MS": milliseconds,
             "MC_RPC_CONNECT_TIMEOUT_MS": milliseconds,
-            "MC_TCP_STATUS_TIMEOUT_SEC": str(math.ceil(self.timeout_seconds)),
+            "MC_TCP_STATUS_TIMEOUT_SEC": str(math.ceil(self.seconds_for(size))),
             "MC_STORE_CLIENT_SETUP_RETRIES": "1",
             "MC_STORE_MEMCPY": "0",  # it copies inside one process, which has nothing to read from itself
         }
@@ -125,7 +124,7 @@ class _MooncakeClient:
                 self._process = subprocess.Popen(
                     [sys.executable, "-I", _CHILD, json.dumps(sys.path), str(theirs.fileno())],
                     pass_fds=[theirs.fileno()],
-                    env={**os.environ, **self._url.environment},
+                    env={**os.environ, **self._url.environment(self._buffer.covers)},
                     stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                 )  # fmt: skip
             except OSError as error:
@@ -211,7 +210,7 @@ class _MooncakeClient:
         """The process's reply. StoreTimeout, StoreError: there is none, and the process has ended."""
         if self._socket is None:
             self.start()
-        deadline = time.monotonic() + self._url.timeout_seconds
+        deadline = time.monotonic() + self._url.seconds_for(sum(arguments.get("sizes", ())))
         if "offsets" in arguments and self._mapped != self._buffer.growths:
             self._send({"call": "map", "size": self._buffer.bytes}, deadline, [self._buffer.fd])
             self._receive(deadline)

@@ -41,7 +41,7 @@ class S3Url:
         self.bucket = url.host
         self.prefix = url.path.strip("/") or "kvserver"
         self.endpoint, self.region = url.own.get("endpoint", ""), url.own.get("region", "")
-        self.timeout = timedelta(seconds=url.timeout_seconds)
+        self.timeout, self.seconds_for = timedelta(seconds=url.timeout_seconds), url.seconds_for
         if url.username or url.password or url.port:
             raise ConfigError(f"--l2 {url.shown}: write s3://bucket/prefix; credentials come from the environment")
         if "@" in self.endpoint:
@@ -62,15 +62,15 @@ def require_client(url: TierUrl) -> None:
         ) from None
 
 
-def connect(url: S3Url) -> StoreClient:
-    """Nothing is sent yet."""
-    return _S3Client(url)
+def connect(url: S3Url, size: int = 0) -> StoreClient:
+    """Nothing is sent yet. `size`: bytes of the largest request."""
+    return _S3Client(url, size)
 
 
 class _S3Client:
     most_questions = _MOST_QUESTIONS
 
-    def __init__(self, url: S3Url) -> None:
+    def __init__(self, url: S3Url, size: int) -> None:
         import asyncio
 
         import obstore
@@ -78,6 +78,7 @@ class _S3Client:
         from obstore.store import S3Store
 
         self.most_value_bytes = _MOST_VALUE_BYTES
+        timeout = timedelta(seconds=url.seconds_for(size))
         self._obstore, self._gather, self._semaphore = obstore, asyncio.gather, asyncio.Semaphore
         self._exists_already = AlreadyExistsError
         self._loop = asyncio.new_event_loop()
@@ -92,10 +93,10 @@ class _S3Client:
                 },
                 client_options={
                     "allow_http": url.endpoint.startswith("http://"),
-                    "timeout": url.timeout,
+                    "timeout": timeout,
                     "connect_timeout": url.timeout,
                 },
-                retry_config={"max_retries": _MOST_RETRIES, "retry_timeout": url.timeout},
+                retry_config={"max_retries": _MOST_RETRIES, "retry_timeout": timeout},
             )
         )
 

@@ -88,7 +88,7 @@ class RemoteTier:
         self._closed = ""
         self._last_failure = self._last_refusal = ""  # of reads, of writes
         connect = reading(connect) if url.read_only else connect
-        self._lanes = Lanes[Result](f"l2-{self.name}", lanes, connect, overdue, failure, bundle_bytes)
+        self._lanes = Lanes[Result](f"l2-{self.name}", lanes, connect, overdue, failure, bundle_bytes, url.seconds_for)
         self._ping()
 
     # ---- what it is -------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ class ValkeyUrl:
         self.tls = url.scheme in ("valkeys", "rediss")
         self.authorities = _authorities(url)
         self.cluster = _cluster(url)
-        self.timeout_ms = max(1, int(url.timeout_seconds * 1000))
+        self.timeout_ms, self.seconds_for = max(1, int(url.timeout_seconds * 1000)), url.seconds_for
         first, _, rest = url.path.strip("/").partition("/")
         self.database, self.prefix = (int(first), rest) if re.fullmatch(r"\d{1,5}", first) else (0, url.path.strip("/"))
         self.prefix = self.prefix or "kvserver"
@@ -96,9 +96,9 @@ def require_client(url: TierUrl) -> None:
     glide_sync.Logger.set_logger_config(glide_sync.LogLevel.OFF)
 
 
-def connect(url: ValkeyUrl) -> StoreClient:
-    """StoreError if the server does not answer."""
-    return _ValkeyClient(url)
+def connect(url: ValkeyUrl, size: int = 0) -> StoreClient:
+    """StoreError if the server does not answer. `size`: bytes of the largest request."""
+    return _ValkeyClient(url, size)
 
 
 def _refused_certificate(url: ValkeyUrl) -> StoreError | None:
@@ -124,7 +124,7 @@ class _TooLarge(StoreError):
 class _ValkeyClient:
     most_questions = _MOST_QUESTIONS
 
-    def __init__(self, url: ValkeyUrl) -> None:
+    def __init__(self, url: ValkeyUrl, size: int) -> None:
         import glide_sync
 
         glide: Any = glide_sync
@@ -140,7 +140,7 @@ class _ValkeyClient:
         common = {
             "use_tls": url.tls,
             "credentials": credentials,
-            "request_timeout": url.timeout_ms,
+            "request_timeout": max(1, int(url.seconds_for(size) * 1000)),
             "client_name": "kvserver",
         }
         limits = {

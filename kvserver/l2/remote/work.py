@@ -100,7 +100,8 @@ class StoreWork:
 
     def put(self, jobs: Sequence[TierJob], lane: Lane) -> dict[TierJob, Result]:
         """REQUIRES: each is of a StoreObject, all of one namespace."""
-        client, namespace = lane.client, jobs[0].item.name.namespace
+        client = lane.client_for(sum(job.bytes for job in jobs))
+        namespace = jobs[0].item.name.namespace
         generation = self._generations.of(client, namespace)
         results: dict[TierJob, Result] = {}
         records = {job: self._record(job.item, generation) for job in jobs}
@@ -137,7 +138,8 @@ class StoreWork:
 
     def get(self, jobs: Sequence[TierJob], lane: Lane) -> dict[TierJob, Result]:
         """REQUIRES: each is of a StoreObject, all of one namespace."""
-        client, namespace = lane.client, jobs[0].item.name.namespace
+        client = lane.client_for(sum(job.bytes for job in jobs))
+        namespace = jobs[0].item.name.namespace
         generation = self._generations.of_reader(client, namespace)
         if generation is None:
             return {job: _read(job.item, None, False) for job in jobs}
@@ -211,15 +213,11 @@ class StoreWork:
         try:
             if not present:
                 self._generations.create(lane.client)
-            (view,) = lane.buffer.views([len(_PING)])
-            view[:] = _PING
-            (error,) = lane.client.put([self._names.of_ping()], [view])
-        except StoreError as raised:
-            error = raised
-        # A store that is full takes what it has deleted something for.
-        return Result(
-            TierOutcome.DONE, answered=True, refused="" if error is None or isinstance(error, StoreFull) else str(error)
-        )
+            with contextlib.suppress(StoreFull):  # it takes more once it has evicted something
+                lane.client.write_id(self._names.of_ping(), _PING)
+        except StoreError as error:
+            return Result(TierOutcome.DONE, answered=True, refused=str(error))
+        return answer(TierOutcome.DONE)
 
     def _remove(self, lane: Lane, where: Sequence[str]) -> bool:
         """Housekeeping: what it meets changes no outcome. False: the objects may still be there."""

@@ -299,13 +299,13 @@ def test_eviction_takes_objects_of_chains_and_never_ids(
     assert chain & found == chain
 
 
-def test_a_store_without_memory_is_unavailable_until_there_is_some(
+def test_a_store_without_memory_is_read_only_until_there_is_some(
     tmp_path_factory: pytest.TempPathFactory, make_daemon_of: MakeDaemon
 ) -> None:
     empty = MooncakeStore(tmp_path_factory.mktemp("mooncake"), owners=0)
     try:
         daemon = make_daemon_of(empty.url_of("p"), opens=False)
-        daemon.ends.until("unavailable")
+        daemon.ends.until("read_only")
         assert "mooncake_client" in daemon.tier.failure
         empty.add_owner()
         daemon.ends.until("ready", 60)
