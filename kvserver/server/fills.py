@@ -1,8 +1,8 @@
 """Fills: objects that a prompt needs are read from L2 into L1 before its engine computes them.
 
 Owns: the fills under way and those that wait for room, the bound on the memory of both, and the one reply of each. Refuses to
-know: how a tier reads (`l2`), which hit is the greatest and whether it is worth reading (`presence`), the reply's content
-(`lookups`).
+know: how a tier reads (`l2`), which probes are waited for (`probes`), which hit is the greatest and whether it is worth reading
+(`presence`), the reply's content (`lookups`).
 
 A fill reserves slots for all that it will read, or is cut to a hit whose objects fit. Then it reads in batches, windows and
 states before the chunks of the body. A batch becomes READY when its reads have ended, those whose reads failed left out, and
@@ -27,11 +27,12 @@ from collections.abc import Callable, Sequence
 from kvserver.cache import Cache, Chunk
 from kvserver.events import Bus, ChunksStored
 from kvserver.l2 import ObjectName, TierEnd, TierOutcome
-from kvserver.protocol import KEY_BYTES, AwaitFill, Durability, Lookup, LookupReply
+from kvserver.protocol import AwaitFill, Durability, Lookup, LookupReply
 from kvserver.server.chunk_events import publish_evicted
 from kvserver.server.fill import BATCH, Fill, FillBatch, Filled, Owner, batches, bytes_of, is_filling
 from kvserver.server.instances import Instance
 from kvserver.server.presence import Attainable, MissingObjects, Presence, keys_of, most_within
+from kvserver.server.probes import Probes
 from kvserver.server.read_rates import MOST_READS, ReadRates
 from kvserver.server.tickets import Respond
 from kvserver.server.tiers import Tiers
@@ -66,6 +67,7 @@ class Fills:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cache, self._tiers, self._presence, self._rates = cache, tiers, presence, rates
+        self._probes = Probes(tiers, clock)
         self._bus, self._answer = bus, answer
         self._lease_seconds, self._clock = lease_seconds, clock
         self._fills: OrderedDict[Owner, Fill] = OrderedDict()  # the first that has not begun is the next to begin
@@ -112,20 +114,7 @@ class Fills:
             owner, lookup, respond, namespace, durability, instance, instance.any_worker(), list(instance.coverages),
             now_ns + wait_ns // 2, now_ns + wait_ns, reply.hit_chunks,
         )  # fmt: skip
-        self._probe(fill)
-
-    def _probe(self, fill: Fill) -> None:
-        """Ask the tiers that other daemons write to what they have."""
-
-        def ended(end: TierEnd) -> None:
-            fill.probes -= 1
-
-        for tier in self._tiers.unknown_to(fill.durability):
-            for group, spec in enumerate(fill.worker.spec.object_groups):
-                chain = spec.kind == "full"
-                keys = fill.lookup.keys[fill.hit_chunks * KEY_BYTES :] if chain else fill.lookup.keys
-                self._tiers.probe(tier, fill.namespace, group, keys, chain, fill.due_ns, ended)
-                fill.probes += 1
+        self._probes.begin(fill)
 
     def _plan(self, fill: Fill) -> None:
         """Queue what is to be read; answer at once if that is nothing, or would take longer than to compute it."""

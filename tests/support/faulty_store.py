@@ -163,7 +163,7 @@ class FaultyClient:
     """A StoreClient."""
 
     most_value_bytes = 1 << 24
-    most_questions = 4
+    most_questions, asks_apart = 4, True
 
     def __init__(self, store: FaultyStore) -> None:
         self._store = store

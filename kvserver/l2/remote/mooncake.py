@@ -107,7 +107,7 @@ def connect(url: MooncakeUrl, buffer: LaneBuffer) -> StoreClient:
 
 class _MooncakeClient:
     most_value_bytes = _MOST_VALUE_BYTES
-    most_questions = _MOST_QUESTIONS
+    most_questions, asks_apart = _MOST_QUESTIONS, False
 
     def __init__(self, url: MooncakeUrl, buffer: LaneBuffer) -> None:
         self._url, self._buffer = url, buffer

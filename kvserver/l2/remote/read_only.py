@@ -15,7 +15,8 @@ class ReadOnlyClient:
     """A StoreClient."""
 
     def __init__(self, client: StoreClient) -> None:
-        self.most_value_bytes, self.most_questions = client.most_value_bytes, client.most_questions
+        self.most_value_bytes = client.most_value_bytes
+        self.most_questions, self.asks_apart = client.most_questions, client.asks_apart
         self.get, self.exist, self.read_ids, self.close = client.get, client.exist, client.read_ids, client.close
 
     def _refuse(self, *_arguments: object) -> NoReturn:

@@ -68,7 +68,7 @@ def connect(url: S3Url, size: int = 0) -> StoreClient:
 
 
 class _S3Client:
-    most_questions = _MOST_QUESTIONS
+    most_questions, asks_apart = _MOST_QUESTIONS, True
 
     def __init__(self, url: S3Url, size: int) -> None:
         import asyncio

@@ -8,14 +8,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 
-def chain_length(count: int, most_questions: int, exist: Callable[[Sequence[int]], Sequence[bool]]) -> int:
+def chain_length(
+    count: int, most_questions: int, exist: Callable[[Sequence[int]], Sequence[bool]], first_alone: bool = False
+) -> int:
     """The number of leading places that exist, if those before one that exists do too; else less or more.
 
     A chain that fits into one round trip is looked at as a whole, so the answer is then exact. Of a longer one the places 0, 1, 3,
     7, ... and the last come first, then evenly distributed ones between the last that exists and the first that is missing.
+
+    `first_alone`: the first place has a round trip of its own before these, so a chain that does not begin costs one question.
     """
     low, high = 0, count  # places below low exist; high is missing, or the end
-    places: Sequence[int] = _galloping(count) if count > most_questions else range(count)
+    if first_alone and count > 1:
+        if not exist([0])[0]:
+            return 0
+        low = 1
+    places: Sequence[int] = (_galloping(count) if count > most_questions else range(count))[low:]
     while low < high:
         answers = exist(places)
         for place, there in zip(places, answers, strict=True):

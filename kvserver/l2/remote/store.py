@@ -45,6 +45,7 @@ class StoreClient(Protocol):
 
     most_value_bytes: int
     most_questions: int  # that exist() puts into one round trip
+    asks_apart: bool  # each of them is a request of its own
 
     def get(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[memoryview | StoreError | None]:
         """The values, all in one round trip where the store can: each in its buffer or in memory of the client's own; None if

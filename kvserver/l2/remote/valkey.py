@@ -122,7 +122,7 @@ class _TooLarge(StoreError):
 
 
 class _ValkeyClient:
-    most_questions = _MOST_QUESTIONS
+    most_questions, asks_apart = _MOST_QUESTIONS, False
 
     def __init__(self, url: ValkeyUrl, size: int) -> None:
         import glide_sync

@@ -179,7 +179,7 @@ class StoreWork:
             return [each is True for each in answers]
 
         if chain:
-            length = chain_length(len(names), client.most_questions, exist)
+            length = chain_length(len(names), client.most_questions, exist, client.asks_apart)
             found = [(name, place < length) for place, name in enumerate(names)]
             if length < len(names) and names[length] in unknown:
                 found = found[:length]  # nothing is known of those behind it

@@ -255,7 +255,7 @@ def test_views_of_a_buffer_do_not_overlap_and_are_at_their_offsets() -> None:
 class FailingClient:
     """A store that answers what exists and fails every get, both only after go."""
 
-    most_value_bytes, most_questions = 1 << 30, 512
+    most_value_bytes, most_questions, asks_apart = 1 << 30, 512, False
 
     waiting: ClassVar[threading.Semaphore]
     go: ClassVar[threading.Event]

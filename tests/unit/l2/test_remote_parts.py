@@ -58,9 +58,9 @@ def test_existence_is_a_bounded_dict(steps: list[tuple[int, int, bool, bool]]) -
     assert len(memory) == 0
 
 
-@given(st.integers(0, 3000), st.floats(0, 1), st.integers(2, 600))
+@given(st.integers(0, 3000), st.floats(0, 1), st.integers(2, 600), st.booleans())
 @examples(200)
-def test_a_chains_length_is_found_in_few_round_trips(count: int, share: float, most: int) -> None:
+def test_a_chains_length_is_found_in_few_round_trips(count: int, share: float, most: int, first_alone: bool) -> None:
     length = round(count * share)
     trips = 0
 
@@ -71,8 +71,19 @@ def test_a_chains_length_is_found_in_few_round_trips(count: int, share: float, m
         assert len(set(places)) == len(places)
         return [place < length for place in places]
 
-    assert chain_length(count, most, exist) == length
-    assert trips <= max(1, count.bit_length())
+    assert chain_length(count, most, exist, first_alone) == length
+    assert trips <= max(1, count.bit_length()) + first_alone
+
+
+def test_a_chain_that_does_not_begin_costs_one_question_where_each_is_a_request() -> None:
+    asked: list[int] = []
+
+    def exist(places: Sequence[int]) -> list[bool]:
+        asked.extend(places)
+        return [False] * len(places)
+
+    assert chain_length(1000, 16, exist, first_alone=True) == 0
+    assert asked == [0]
 
 
 def test_a_chain_that_fits_into_one_round_trip_ends_at_its_first_gap() -> None:

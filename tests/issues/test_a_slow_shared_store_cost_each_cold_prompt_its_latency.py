@@ -1,0 +1,141 @@
+"""Each prompt waited for the shared store's answer, also where the store had had nothing for any prompt: 0.6 to 1.8 s of a store that
+answers in 600 ms, for prompts that an engine computes in a tenth of that."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from support.daemon import wait_until
+from support.faulty_store import FaultyClient, FaultyStore
+from support.l1_memory import within
+from support.server import L1_BYTES, PAGE_BYTES, Running, running_server
+from support.worker import Worker, make_keys
+
+from kvserver._native import CpuDevice, HostRegion
+from kvserver.config import parse_tiers
+from kvserver.copy import Devices
+from kvserver.l2.remote.buffer import LaneBuffer
+from kvserver.l2.remote.store import StoreError
+from kvserver.l2.remote.tier import RemoteTier
+from kvserver.protocol import AwaitFill, LookupReply
+from kvserver.server import ConfiguredTier
+
+SLOW_SECONDS, CHUNKS = 0.3, 8
+TO_LEARN = 16  # prompts
+
+
+class SlowStore(FaultyStore):
+    """A store that states after so many seconds which objects it has."""
+
+    seconds = 0.0
+
+    def connect(self, buffer: LaneBuffer) -> FaultyClient:
+        return SlowClient(self)
+
+
+class SlowClient(FaultyClient):
+    def __init__(self, store: SlowStore) -> None:
+        super().__init__(store)
+        self._seconds = lambda: store.seconds
+
+    def exist(self, names: Sequence[str]) -> list[bool | StoreError]:
+        time.sleep(self._seconds())
+        return super().exist(names)
+
+
+class Machine(NamedTuple):
+    running: Running
+    tier: RemoteTier
+    worker: Worker
+
+    def fill(self, keys: list[bytes]) -> tuple[int, float]:
+        """The hit's chunks, and the seconds until they were known."""
+        began = time.monotonic()
+        self.worker.ask(self.worker.lookup_message(keys), LookupReply)
+        reply = self.worker.reply_to(self.worker.send(AwaitFill(self.worker.lookup_message(keys), 5000)))
+        assert isinstance(reply, LookupReply), reply
+        self.worker.end_request()
+        return reply.hit_chunks, time.monotonic() - began
+
+    def learn(self, store: SlowStore) -> None:
+        """Probe in vain; the store is nearly fast, for the test's sake."""
+        store.seconds = 0.03
+        for _ in range(TO_LEARN):
+            assert self.fill(make_keys(CHUNKS))[0] == 0
+            self.idle()
+        store.seconds = SLOW_SECONDS
+
+    def idle(self) -> None:
+        tiers = self.running.parts.upkeep.tiers
+        wait_until(lambda: not self.running.server.call(lambda: tiers.open_tickets).result(10))
+
+
+@contextlib.contextmanager
+def machine(store: FaultyStore) -> Iterator[Machine]:
+    (url,) = parse_tiers(["s3://bucket/prefix"])
+    region = HostRegion(8 * L1_BYTES)
+    tier = RemoteTier(url, "prefix", region, PAGE_BYTES, store.connect, 3)
+    devices = Devices(CpuDevice(region, PAGE_BYTES, 1))
+    try:
+        with (
+            running_server(devices, 8 * L1_BYTES, tiers=[ConfiguredTier(tier, url)]) as running,
+            contextlib.closing(Worker(running.endpoint)) as worker,
+        ):
+            wait_until(lambda: tier.state == "ready")
+            yield Machine(running, tier, worker)
+    finally:
+        tier.close(within(5))
+
+
+def stored_by_another(store: FaultyStore) -> list[bytes]:
+    keys = make_keys(CHUNKS)
+    with machine(store) as other:
+        other.worker.store(keys, other.worker.blocks_for(CHUNKS))
+        wait_until(lambda: len(store.values) >= CHUNKS)
+        other.idle()
+    return keys
+
+
+def test_no_prompt_waits_for_a_slow_store_that_has_had_nothing() -> None:
+    store = SlowStore()
+    with machine(store) as here:
+        here.learn(store)
+        hit, seconds = here.fill(make_keys(CHUNKS))
+        assert hit == 0
+        assert seconds < SLOW_SECONDS / 2
+
+
+def test_a_probe_beside_the_prefill_serves_the_next_request() -> None:
+    store = SlowStore()
+    keys = stored_by_another(store)
+    with machine(store) as here:
+        here.learn(store)
+        assert here.fill(keys)[0] == 0
+        here.idle()
+        assert here.fill(keys)[0] == CHUNKS
+
+
+def test_a_fast_store_that_has_had_nothing_is_waited_for() -> None:
+    store = SlowStore()
+    keys = stored_by_another(store)
+    with machine(store) as here:
+        here.learn(store)
+        store.seconds = 0.0
+        for _ in range(3):
+            assert here.fill(make_keys(CHUNKS))[0] == 0
+            here.idle()
+        assert here.fill(keys)[0] == CHUNKS
+
+
+def test_a_slow_store_that_has_what_prompts_need_is_waited_for() -> None:
+    store = SlowStore()
+    first, then = stored_by_another(store), stored_by_another(store)
+    store.seconds = 0.03
+    with machine(store) as here:
+        for _ in range(TO_LEARN // 4):
+            assert here.fill(make_keys(CHUNKS))[0] == 0
+        assert here.fill(first)[0] == CHUNKS
+        assert here.fill(then)[0] == CHUNKS
