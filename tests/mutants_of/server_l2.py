@@ -247,7 +247,7 @@ MUTANTS = (
     ),
     Mutant(
         "a child is written although its parent was not",
-        SPILL, "Spill._put_next", "name._replace(key=item.parent) in queue.lost", "False", SPILL_TESTS,
+        SPILL, "Spill._put_next", "item.number <= queue.lost.get(name._replace(key=item.parent), 0)", "False", SPILL_TESTS,
     ),
     Mutant("a write limit is ignored", SPILL, "Spill._may_put", "queue.credit > 0", "True", SPILL_TESTS),
     # ---- tiers.py -----------------------------------------------------------------------------------
