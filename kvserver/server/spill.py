@@ -7,8 +7,8 @@ What no later start of an engine can find is offered to no tier, and what must s
 
 A queued object is not pinned: eviction never waits for storage, an object that left L1 before its turn is dropped and
 counted. It is pinned from its turn until its put ends. Keys are queued in the order of a prompt, so that parents are written
-first. A dropped object takes its children with it that are queued at that time, and no later ones: a load offers all of
-them again, and its parent may be written before them.
+first. A dropped object takes with it what is queued behind it by then, and nothing that is offered later. A later load
+offers all of it again.
 
 Until a tier can be written to for the first time, as while it reads its journal, what is offered waits in its queue.
 """

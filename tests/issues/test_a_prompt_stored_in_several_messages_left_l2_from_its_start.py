@@ -1,20 +1,17 @@
 """A prompt that was stored in several messages, as chunked prefill does, was several chains to a file tier: the first chunk of a message had no
-parent. Evicted first was the end of the oldest message: of 82 chunks that a tier held, 14 were of use. So it was where writes ended in another order
-than they had begun, and where a message began with chunks that L1 had.
+parent. The end of the oldest message was evicted first: a tier had 82 chunks, of which 14 were of use. The same happened where writes ended in
+another order than they had begun, and where a message began with chunks that L1 had.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from support.file_tiers import PAGE, FaultyDisk, FileRig, key_of, name_of
+from support.worker import make_keys
 from unit.server.test_spill import Spilling, spilling
 
 from kvserver.l2 import TierOutcome
-from support.file_tiers import PAGE, FaultyDisk, FileRig, key_of, name_of
-from support.memory import two_groups
-from support.worker import make_keys
-
-from kvserver.protocol import ObjectGroup
 
 
 def parents(s: Spilling, keys: list[bytes]) -> list[bytes]:
