@@ -239,6 +239,7 @@ class Parts:
                 kv_events=observability.needs_contents,
                 lease_seconds=settings.lease_seconds,
                 tails=settings.tails == "on",
+                parents=bool(tiers_of_l2.all),
             ),
             instances,
             self.workers,

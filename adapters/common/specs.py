@@ -47,7 +47,7 @@ class StoreSpec(CopySpec):
     group: int = 0
     first_chunk: int = 0  # of the request, or which single block of it, which the first key names
     dropped: bytes = b""  # keys of the group's objects that no kept boundary needs after this store
-    after: bytes | None = None  # of single blocks: key of the chunk before them
+    after: bytes | None = None  # key of the chunk before the first key, or before the single blocks
     durability: Durability = Durability.PROCESS  # of the variant
     step: int = 0  # that computed the last of its KV
 

@@ -64,10 +64,12 @@ class StorePlanner:
         self._acceptance, self._counters = acceptance, counters
         self._contents = Contents(chunks, counters)
         self._sends_contents = False  # with stores, in this session
+        self._sends_parents = False  # with stores of chunks, in this session
         self._boundary_interval = 0  # tokens, in this session
 
     def begin_session(self, hello: HelloReply | None) -> None:
         self._sends_contents = hello is not None and (hello.kv_events or self._facts.publishes)
+        self._sends_parents = hello is not None and hello.parents
         self._boundary_interval = hello.boundary_interval if hello is not None else 0
 
     def plan(self, state: RequestState, output: SchedulerOutput, computed: int) -> None:
@@ -144,7 +146,7 @@ class StorePlanner:
                 if self._sends_contents and group == 0
                 else None,
                 first_chunk=tail.start,
-                after=self._chunks.keys(request, range(chunks - 1, chunks)) if chunks else None,
+                after=self._key_before(request, chunks),
             )
             self._pins.add(store.copy_id, block_ids)
             hold(store, state, tail.stop * self._chunks.block_tokens, self._undo(state, chunks, tail.start))
@@ -186,6 +188,7 @@ class StorePlanner:
     ) -> None:
         block_ids = self._chunks.blocks_of(group, tables, chunks)
         described = self._sends_contents and group == 0
+        linked = self._sends_parents and self._chunks.groups[group].kind == "full"
         store = StoreSpec(
             copy_id=next(self._ids),
             request_id=state.request.request_id,
@@ -198,10 +201,14 @@ class StorePlanner:
             group=group,
             first_chunk=chunks.start,
             dropped=self._chunks.keys(state.request, dropped),
+            after=self._key_before(state.request, chunks.start) if linked else None,
         )
         self._pins.add(store.copy_id, block_ids)
         undo = self._undo(state, chunks.start, chunks.start * self._chunks.blocks)
         hold(store, state, chunks.stop * self._chunks.tokens, undo)
+
+    def _key_before(self, request: Request, chunk: int) -> bytes | None:
+        return self._chunks.keys(request, range(chunk - 1, chunk)) if chunk else None
 
     @staticmethod
     def _undo(state: RequestState, chunks: int, blocks: int) -> Callable[[], None]:

@@ -218,7 +218,8 @@ class Store(_Copy):
     # Which chunk of its prompt the first key is. Of a replicated group rank r copies chunk n if n % world_size == r; each rank
     # sends all keys. Protocol 4: rank 0 copies all. Of single blocks: which block.
     first_chunk: Unsigned = 0
-    after: Keys | None = None  # of single blocks: the key of the chunk before them, if there is one
+    # The key of the chunk before the first key, if there is one: of single blocks, and of full attention if HelloReply.parents.
+    after: Keys | None = None
     durability: Durability = Durability.PROCESS  # of the variant
 
 
@@ -290,6 +291,7 @@ class HelloReply(Message):
     standing: str = ""  # state of the engine that Hello named: REGISTERED, or an error code; "": not stated
     standing_text: str = ""  # the same state for people
     tails: bool = False  # whether a worker may register with tails
+    parents: bool = False  # whether each Store of full attention should have `after`
 
 
 class Registered(Message):

@@ -60,6 +60,8 @@ def group_of(request: Store | Retrieve, worker: Worker) -> WorkerGroup:
 
 def store_blocks(request: Store, worker: Worker, group: WorkerGroup) -> BlockIds:
     """The blocks of a store: an object's positions for each key."""
+    if request.after is not None and len(request.after) != KEY_BYTES:
+        raise KVServerError(ErrorCode.BAD_KEYS, f"after holds {len(request.after)} bytes, not one key of {KEY_BYTES}")
     positions = chunk_count(request.keys) * group.blocks
     blocks = _block_ids(group, Direction.STORE, request.block_ids, positions, positions)
     if request.contents is not None:

@@ -7,7 +7,8 @@ What no later start of an engine can find is offered to no tier, and what must s
 
 A queued object is not pinned: eviction never waits for storage, an object that left L1 before its turn is dropped and
 counted. It is pinned from its turn until its put ends. Keys are queued in the order of a prompt, so that parents are written
-first; an object whose parent was dropped is dropped as well. A later load of it offers it again.
+first. A dropped object takes with it what is queued behind it by then, and nothing that is offered later. A later load
+offers all of it again.
 
 Until a tier can be written to for the first time, as while it reads its journal, what is offered waits in its queue.
 """
@@ -16,8 +17,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from msgspec.structs import replace
 
@@ -37,9 +39,16 @@ _REASONS = dict.fromkeys(  # why an object was not written
 )
 _PER_STEP = 64  # objects of each tier that one step looks at
 
+_Link: TypeAlias = tuple[bytes, Chunk]  # with the key of the chunk before it; b"" if that is not known
+
+
+def _links(chunks: Sequence[Chunk], after: bytes) -> list[_Link]:
+    return list(zip([after, *[chunk.key for chunk in chunks]], chunks, strict=False))
+
 
 @dataclass(frozen=True, slots=True)
 class _Queued:
+    number: int  # in the order of the queue, from 1 on
     chunk: Chunk
     namespace: bytes  # of the chunk when it was queued
     coverage: Coverage
@@ -54,11 +63,12 @@ class _Queue:
     has_opened: bool = False  # it could be written to since the start, or never will be
     waiting: deque[_Queued] = field(default_factory=deque)
     names: set[ObjectName] = field(default_factory=set)  # of those that wait or are being written
+    queued: int = 0  # so far: the number of the last one
     waiting_bytes: int = 0
     puts: int = 0
     put_bytes: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
-    lost: set[ObjectName] = field(default_factory=set)  # dropped ones whose children may be queued behind
+    lost: dict[ObjectName, int] = field(default_factory=dict)  # of each dropped one: the last number queued by then
     credit: float = 0.0  # bytes that may be written now, of a tier with a write limit
     credited_ns: int = 0
 
@@ -99,11 +109,15 @@ class Spill:
 
     # ---- which objects are offered ------------------------------------------------------------
 
-    def stored(self, namespace: bytes, coverage: Coverage, durability: Durability, chunks: Sequence[Chunk]) -> None:
-        """These objects became READY; chunks are in the order of their prompt."""
+    def stored(
+        self, namespace: bytes, coverage: Coverage, durability: Durability,
+        chunks: Sequence[Chunk], after: bytes, ready: Set[Chunk],
+    ) -> None:  # fmt: skip
+        """The objects of `ready` became READY. They are among `chunks`: neighbours in a prompt, behind the chunk `after`."""
+        links = [link for link in _links(chunks, after) if link[1] in ready]
         for queue in self._queues:
             if queue.configured.admits(durability) and queue.configured.url.admit == "all":
-                self._offer(queue, namespace, coverage, chunks)
+                self._offer(queue, namespace, coverage, links)
 
     def loaded(self, namespace: bytes, coverage: Coverage, durability: Durability, chunks: Sequence[Chunk]) -> None:
         """These objects were loaded: a tier that has them keeps them, and they are offered to the others."""
@@ -113,25 +127,24 @@ class Spill:
             if not queue.configured.admits(durability):
                 continue
             queue.configured.tier.touch(namespace, coverage.group, keys)
-            missing = [chunk for place, chunk in enumerate(chunks) if not in_l2 >> place & 1]
+            missing = [link for place, link in enumerate(_links(chunks, b"")) if not in_l2 >> place & 1]
             if missing:
                 self._offer(queue, namespace, coverage, missing)
 
-    def _offer(self, queue: _Queue, namespace: bytes, coverage: Coverage, chunks: Sequence[Chunk]) -> None:
+    def _offer(self, queue: _Queue, namespace: bytes, coverage: Coverage, links: Sequence[_Link]) -> None:
         if not queue.configured.writable and not queue.opens():
-            queue.dropped["not_writable"] += len(chunks)
+            queue.dropped["not_writable"] += len(links)
             return
-        parent = b""
-        for chunk in chunks:
+        for parent, chunk in links:
             name = ObjectName(namespace, coverage.group, chunk.key)
             if name not in queue.names:
                 if len(queue.names) >= MOST_QUEUED:
                     self._drop(queue, name, "queue_full")
                 else:
                     queue.names.add(name)
-                    queue.waiting.append(_Queued(chunk, namespace, coverage, parent))
+                    queue.queued += 1
+                    queue.waiting.append(_Queued(queue.queued, chunk, namespace, coverage, parent))
                     queue.waiting_bytes += coverage.bytes
-            parent = chunk.key
 
     # ---- writing ------------------------------------------------------------------------------
 
@@ -175,7 +188,7 @@ class Spill:
             why = "not_writable"
         elif chunk.detached or not chunk.ready >> item.coverage.group & 1:
             why = "left_l1"
-        elif name._replace(key=item.parent) in queue.lost:
+        elif item.number <= queue.lost.get(name._replace(key=item.parent), 0):
             why = "parent"
         if why:
             queue.names.discard(name)
@@ -205,7 +218,7 @@ class Spill:
         if queue.waiting:
             if len(queue.lost) >= MOST_QUEUED:
                 queue.lost.clear()
-            queue.lost.add(name)
+            queue.lost[name] = queue.queued
 
     # ---- the end, status ----------------------------------------------------------------------
 

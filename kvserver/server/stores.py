@@ -206,7 +206,8 @@ class Stores:
             stored = ChunksStored(self.copies.now_ns(), instance_id, model_name, namespace, keys, group.objects, pages)
             self.bus.publish(stored, len(keys))
             if not group.layout.tails and (of_l2 := self.copies.coverage_in_l2(ticket)) is not None:
-                self.spill.stored(ticket.namespace, *of_l2, ready)
+                after = ticket.request.after or b""
+                self.spill.stored(ticket.namespace, *of_l2, ticket.plan.prefix, after, set(ready))
 
 
 def _slots(group: WorkerGroup) -> range:

@@ -351,6 +351,16 @@ MUTANTS = (
     ),
     # ---- store_plans.py -----------------------------------------------------------------------------
     Mutant(
+        "each message of a prompt begins a chain of its own in L2",
+        STORE_PLANS, "StorePlanner._add_chunks", "if linked else None", "if False else None",
+        ("issues/adapters/test_messages_of_one_prompt_named_no_chunk_before_them.py",),
+    ),
+    Mutant(
+        "windows name the chunk before them, which may have been dropped",
+        STORE_PLANS, "StorePlanner._add_chunks", 'and self._chunks.groups[group].kind == "full"', "",
+        ("issues/adapters/test_messages_of_one_prompt_named_no_chunk_before_them.py",),
+    ),
+    Mutant(
         "ranks take turns within a message instead of a prompt",
         STORE_PLANS, "StorePlanner._add_chunks", "first_chunk=chunks.start", "first_chunk=0",
         ("adapters/test_ranks.py::test_ranks_take_turns_to_store_what_all_hold",),

@@ -148,7 +148,12 @@ MUTANTS = (
     ),
     Mutant(
         "a put that was dropped meanwhile is found",
-        FILE_PUTS, "FilePuts.ended", "not put.void", "True", (f"{FILES}::TestObjects",),
+        FILE_PUTS, "FilePuts._ended", "not put.void", "True", (f"{FILES}::TestObjects",),
+    ),
+    Mutant(
+        "a record that is written before its parent has none",
+        FILE_PUTS, "FilePuts.ended", "(written and put.name._replace(key=put.parent) in unended)", "False",
+        ("issues/test_a_prompt_stored_in_several_messages_left_l2_from_its_start.py",),
     ),
     Mutant(
         "each put waits for a journal's write of its own",

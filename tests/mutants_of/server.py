@@ -82,6 +82,11 @@ MUTANTS = (
     ),
     # ---- copy_checks.py -----------------------------------------------------------------------------
     Mutant(
+        "half a key is a parent, of which the tier's index stops the loop",
+        COPY_CHECKS, "store_blocks", "if request.after is not None and len(request.after) != KEY_BYTES:", "if False:",
+        (REFUSALS,),
+    ),
+    Mutant(
         "the null block is stored and loaded into",
         COPY_CHECKS, "_block_ids", "packed, least, most)", "packed, least, most, 0xFFFFFFFF)", (REFUSALS,),
     ),

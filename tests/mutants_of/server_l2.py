@@ -18,6 +18,7 @@ FILL_TESTS = (
     "unit/server/test_fills.py",
     *(f"unit/server/test_fill_{subject}.py" for subject in ("ends", "space", "speed", "tiers", "counts")),
 )
+PARENTS = "issues/test_a_prompt_stored_in_several_messages_left_l2_from_its_start.py"
 SPILL_TESTS = ("unit/server/test_spill.py",)
 RATE_TESTS = ("unit/server/test_read_rates.py",)
 
@@ -247,7 +248,20 @@ MUTANTS = (
     ),
     Mutant(
         "a child is written although its parent was not",
-        SPILL, "Spill._put_next", "name._replace(key=item.parent) in queue.lost", "False", SPILL_TESTS,
+        SPILL, "Spill._put_next", "item.number <= queue.lost.get(name._replace(key=item.parent), 0)", "False", SPILL_TESTS,
+    ),
+    Mutant(
+        "a dropped object keeps its children out until the queue is empty",
+        SPILL, "Spill._put_next", "item.number <= queue.lost.get(name._replace(key=item.parent), 0)",
+        "name._replace(key=item.parent) in queue.lost", ("issues/test_a_dropped_parent_kept_its_children_out_of_l2.py",),
+    ),
+    Mutant(
+        "each message of a prompt begins a chain of its own in a tier",
+        "kvserver/server/stores.py", "Stores._publish_ready", 'ticket.request.after or b""', 'b""', (PARENTS,),
+    ),
+    Mutant(
+        "a chunk behind those that L1 had has no parent",
+        "kvserver/server/stores.py", "Stores._publish_ready", "ticket.plan.prefix, after", "ready, after", (PARENTS,),
     ),
     Mutant("a write limit is ignored", SPILL, "Spill._may_put", "queue.credit > 0", "True", SPILL_TESTS),
     # ---- tiers.py -----------------------------------------------------------------------------------

@@ -283,6 +283,7 @@ REFUSALS: dict[ErrorCode, list[tuple[Refused, list[str]]]] = {
         (lookup(keys=bytes(31)), ["31 bytes", WHOLE_KEYS]),
         (lookup(chunk_blocks=5), ["per 5 blocks", "registered 4"]),
         *((copy(load, keys=b"odd"), ["3 bytes", WHOLE_KEYS]) for load in BOTH),
+        *((copy(False, after=after), [f"after holds {len(after)} bytes", "one key of 32"]) for after in (b"", b"odd", bytes(64))),
         *((copy(load, group=1), ["object group 1", "registered 1"]) for load in BOTH),
         *((copy(load, chunk_blocks=5), ["per 5 blocks", "group 0 have 4"]) for load in BOTH),
         (contents(hashes=bytes(7 * 32)), ["8 blocks", "(224, 512) bytes instead of (256, 512)"]),

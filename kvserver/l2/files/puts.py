@@ -1,6 +1,8 @@
 """The puts of a file tier: each waits for space, is written, and enters the index.
 
 Owns: the puts that wait and those that are being written. A put writes to pages that no record in the index or in the journal has.
+
+Writes end in any order. A record enters the index behind its parent, which it would not find there otherwise.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ class _Put:
     deadline_ns: int
     extents: bytes = b""
     void: bool = False  # it was dropped meanwhile
+    end: tuple[FileOutcome, int, str] | None = None  # of its write: how, nanoseconds, and why not
 
 
 class FilePuts:
@@ -38,7 +41,7 @@ class FilePuts:
         self._l1 = l1
         self._tickets = tickets
         self._waiting: deque[_Put] = deque()  # for space
-        self._running: dict[int, _Put] = {}
+        self._running: dict[int, _Put] = {}  # in the order of their begin; some are written and wait for their parent
 
     def begin(self, ticket: int, name: ObjectName, memory: ObjectMemory, parent: bytes, deadline_ns: int) -> int:
         records, meaning = self._records, meaning_of(memory)
@@ -80,9 +83,20 @@ class FilePuts:
 
     def ended(self, ticket: int, outcome: FileOutcome, nanos: int, what: str, closed: bool) -> bool:
         """False if it is the ticket of no put. `closed`: the tier is."""
-        put = self._running.pop(ticket, None)
-        if put is None:
+        if ticket not in self._running:
             return False
+        self._running[ticket].end = outcome, nanos, what
+        unended: set[ObjectName] = set()
+        for put in list(self._running.values()):
+            written = put.end is not None and put.end[0] is FileOutcome.DONE
+            if put.end is None or (written and put.name._replace(key=put.parent) in unended):
+                unended.add(put.name)
+            else:
+                del self._running[put.ticket]
+                self._ended(put, *put.end, closed)
+        return True
+
+    def _ended(self, put: _Put, outcome: FileOutcome, nanos: int, what: str, closed: bool) -> None:
         tickets = self._tickets
         if outcome is FileOutcome.DONE and not put.void and self._is_current(put) and not closed:
             tickets.counts.written_objects += 1
@@ -90,7 +104,7 @@ class FilePuts:
             tickets.counts.write_nanos += nanos
             self._records.add(put.name, put.parent, put.meaning, put.extents)
             tickets.end(put.ticket, TierOutcome.DONE, bytes=put.record.bytes, nanos=nanos)
-            return True
+            return
         self._records.pool.free_pages(put.extents)  # no journal has had them
         if outcome is FileOutcome.DONE:
             tickets.end(put.ticket, TierOutcome.CANCELLED, "the object was dropped meanwhile")
@@ -99,7 +113,6 @@ class FilePuts:
         else:
             tickets.counts.add_failure(outcome)
             tickets.end(put.ticket, OUTCOMES[outcome], what, nanos=nanos)
-        return True
 
     def _is_current(self, put: _Put) -> bool:
         return put.generation == self._records.generation_of(put.name)

@@ -27,8 +27,8 @@ KEYS = random.Random(1).randbytes(CHUNKS * KEY_BYTES)
 MODEL = "meta-llama/Llama-3.1-405B-Instruct"
 
 
-def prefill(blocks: list[int]) -> list[Request]:
-    """Every message for one prompt but the block-pool reports, with names of realistic length."""
+def prefill(blocks: list[int], after: bytes | None = None) -> list[Request]:
+    """Every message for one prompt but the block-pool reports, with names of realistic length. `after` is in each Store."""
     instance_id, incarnation, variant = uuid.uuid4().hex, uuid.uuid4().hex, uuid.uuid4().hex[:30]
     request_id = f"cmpl-{uuid.uuid4().hex}-0"
     step_chunks = CHUNKS // STORES
@@ -46,6 +46,7 @@ def prefill(blocks: list[int]) -> list[Request]:
                 sequence=100_000 + step,
                 deadline_ns=time.monotonic_ns() + 10**10,
                 variant=variant,
+                after=after,
             )
         )
     messages.append(EndRequest(instance_id, incarnation, MODEL, 100_000, request_id))
@@ -61,6 +62,7 @@ def test_a_prefill_of_128k_tokens_sends_at_most_40000_bytes() -> None:
     blocks = list(range(first, first + CHUNKS * CHUNK_BLOCKS))
     assert wire_bytes(prefill(blocks)) <= 40_000
     assert wire_bytes(prefill(blocks[::-1])) <= 40_000
+    assert wire_bytes(prefill(blocks, KEYS[:KEY_BYTES])) <= 42_000, "of a daemon with L2"
 
 
 def test_fully_shuffled_blocks_cost_about_two_bytes_an_id() -> None:
