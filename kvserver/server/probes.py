@@ -28,7 +28,7 @@ _WEIGHT = 1 / 4  # of the last probe in what probes find
 
 
 @dataclass(slots=True)
-class _Worth:
+class ProbeWorth:
     """What probes of one tier took and found."""
 
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_LAST))
@@ -53,7 +53,7 @@ class Probes:
 
     def __init__(self, tiers: Tiers, clock: Callable[[], float]) -> None:
         self._tiers, self._clock = tiers, clock
-        self._worth = [_Worth() for _ in range(len(tiers))]
+        self._worth = [ProbeWorth() for _ in range(len(tiers))]
 
     def begin(self, fill: Fill) -> None:
         """Ask the tiers what they have of the fill's keys; `fill.probes` counts the probes that it waits for."""

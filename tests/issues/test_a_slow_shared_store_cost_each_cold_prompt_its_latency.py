@@ -22,9 +22,10 @@ from kvserver.l2.remote.store import StoreError
 from kvserver.l2.remote.tier import RemoteTier
 from kvserver.protocol import AwaitFill, LookupReply
 from kvserver.server import ConfiguredTier
+from kvserver.server.probes import MOST_BESIDE
 
 SLOW_SECONDS, CHUNKS = 0.3, 8
-TO_LEARN = 16  # prompts
+TO_LEARN = 24  # prompts: more are probed beside than may be at once
 
 
 class SlowStore(FaultyStore):
@@ -68,9 +69,11 @@ class Machine(NamedTuple):
             self.idle()
         store.seconds = SLOW_SECONDS
 
+    def open_tickets(self) -> int:
+        return self.running.server.call(lambda: self.running.parts.upkeep.tiers.open_tickets).result(10)
+
     def idle(self) -> None:
-        tiers = self.running.parts.upkeep.tiers
-        wait_until(lambda: not self.running.server.call(lambda: tiers.open_tickets).result(10))
+        wait_until(lambda: not self.open_tickets())
 
 
 @contextlib.contextmanager
@@ -108,6 +111,17 @@ def test_no_prompt_waits_for_a_slow_store_that_has_had_nothing() -> None:
         assert seconds < SLOW_SECONDS / 2
 
 
+def test_answers_from_memory_do_not_make_a_slow_store_fast() -> None:
+    store = SlowStore()
+    with machine(store) as here:
+        here.learn(store)
+        keys = make_keys(CHUNKS)
+        for _ in range(4):
+            assert here.fill(keys)[0] == 0
+            here.idle()
+        assert here.fill(make_keys(CHUNKS))[1] < SLOW_SECONDS / 2
+
+
 def test_a_probe_beside_the_prefill_serves_the_next_request() -> None:
     store = SlowStore()
     keys = stored_by_another(store)
@@ -116,6 +130,18 @@ def test_a_probe_beside_the_prefill_serves_the_next_request() -> None:
         assert here.fill(keys)[0] == 0
         here.idle()
         assert here.fill(keys)[0] == CHUNKS
+
+
+def test_probes_beside_prefills_have_a_bound_while_the_store_hangs() -> None:
+    store = SlowStore()
+    with machine(store) as here:
+        here.learn(store)
+        store.hang(True)
+        for _ in range(MOST_BESIDE + 4):
+            assert here.fill(make_keys(CHUNKS))[0] == 0
+        assert here.open_tickets() == MOST_BESIDE
+        store.hang(False)
+        here.idle()
 
 
 def test_a_fast_store_that_has_had_nothing_is_waited_for() -> None:

@@ -13,6 +13,11 @@ ROOM_TESTS = ("issues/test_a_fill_without_room_held_up_all_that_had_room.py",)
 INCOMPLETE_TESTS = ("issues/test_a_fill_waited_for_an_object_that_no_store_completed.py",)
 SPILL = "kvserver/server/spill.py"
 PRESENCE = "kvserver/server/presence.py"
+PROBES = "kvserver/server/probes.py"
+PROBE_TESTS = (
+    "unit/server/test_probes.py",
+    "issues/test_a_slow_shared_store_cost_each_cold_prompt_its_latency.py",
+)
 READ_RATES = "kvserver/server/read_rates.py"
 FILL_TESTS = (
     "unit/server/test_fills.py",
@@ -183,6 +188,32 @@ MUTANTS = (
     Mutant(
         "what is behind a hole in L2 counts as attainable",
         PRESENCE, "hit_with", "if ready & layout.full != layout.full:", "if False:", FILL_TESTS,
+    ),
+    # ---- probes.py ----------------------------------------------------------------------------------
+    Mutant(
+        "a request waits for every probe",
+        PROBES, "Probes.begin", "waits = worth.is_waited_for(tokens, fill.instance.expected_speed)", "waits = True",
+        PROBE_TESTS,
+    ),
+    Mutant(
+        "probes beside a prefill have no bound",
+        PROBES, "Probes.begin", "if waits or worth.beside < MOST_BESIDE:", "if True:", PROBE_TESTS,
+    ),
+    Mutant(
+        "a probe beside a prefill counts as under way for ever",
+        PROBES, "Probes._probe", "worth.beside -= 1", "pass", PROBE_TESTS,
+    ),
+    Mutant(
+        "answers from memory count as those of the store",
+        PROBES, "Probes._probe", "if chain and asked:", "if chain:", PROBE_TESTS,
+    ),
+    Mutant(
+        "a fast store is not waited for",
+        PROBES, "ProbeWorth.is_waited_for", " or min(self.seconds) <= _SHORT_SECONDS", "", PROBE_TESTS,
+    ),
+    Mutant(
+        "what probes found does not count",
+        PROBES, "ProbeWorth.is_waited_for", "tokens * max(self.share, _LEAST_SHARE)", "tokens", PROBE_TESTS,
     ),
     # ---- read_rates.py ------------------------------------------------------------------------------
     Mutant(
