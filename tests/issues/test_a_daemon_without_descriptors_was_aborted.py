@@ -128,7 +128,9 @@ def test_pages_answer_503_with_the_reason_while_few_descriptors_are_left(make_da
     with few_left(daemon, 24):
         code, body = daemon.http("/status")
         assert (code, json.loads(body)["error"]) == (503, "descriptors")
-        assert daemon.http("/livez")[0] == daemon.http("/readyz")[0] == 200, "an orchestrator ends a daemon that answers 503"
+        assert daemon.http("/livez")[0] == daemon.http("/readyz")[0] == 200, (
+            "an orchestrator ends a daemon that answers 503"
+        )
     assert daemon.http("/livez")[0] == 200
     assert daemon.status()["http"]["refused"]["descriptors"] == 1
 
