@@ -53,8 +53,8 @@ def test_a_smaller_size_leaves_files_of_a_later_format_as_they_are(tmp_path: Pat
 def test_a_smaller_size_that_cannot_be_had_leaves_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     filled(tmp_path)
     before = (tmp_path / "tier/data").read_bytes()
-    with monkeypatch.context() as patch, pytest.raises(ConfigError, match="could not be had"):
-        patch.setattr("kvserver.l2.files.folder._LEAST_SPARE_BYTES", 1 << 62)  # more than any disk has
+    monkeypatch.setattr("kvserver.l2.files.folder._LEAST_SPARE_BYTES", 1 << 62)  # more than any disk has
+    with pytest.raises(ConfigError, match="could not be had"):
         rig_of(tmp_path, "1MiB")
     assert (tmp_path / "tier/data").read_bytes() == before
 

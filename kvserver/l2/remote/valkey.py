@@ -117,6 +117,14 @@ def _refused_certificate(url: ValkeyUrl) -> StoreError | None:
     return None
 
 
+def _require_success(answers: list[Any]) -> list[Any]:
+    """The answers. The first one that is a StoreError is raised."""
+    for answer in answers:
+        if isinstance(answer, StoreError):
+            raise answer
+    return answers
+
+
 class _TooLarge(StoreError):
     """A value is larger than the buffer for it."""
 
@@ -185,25 +193,16 @@ class _ValkeyClient:
         return [None if count is None else buffer[: int(count)] for count, buffer in pairs]
 
     def put(self, names: Sequence[str], values: Sequence[memoryview]) -> list[StoreError | None]:
-        if len(names) == 1:
-            try:
-                self._try(lambda: self._client.set(names[0], values[0], expiry=self._expiry))
-            except (StoreFull, StoreRefused) as error:
-                return [error]
-            return [None]
         batch = self._new_batch(is_atomic=False)
         for name, value in zip(names, values, strict=True):
             batch.set(name, value, expiry=self._expiry)
-        answers = self._exec(batch, raises=False)
-        return [self._error(answer) if isinstance(answer, self._glide.GlideError) else None for answer in answers]
+        return [answer if isinstance(answer, StoreError) else None for answer in self._exec(batch)]
 
     def exist(self, names: Sequence[str]) -> list[bool | StoreError]:
-        if len(names) == 1:
-            return [bool(self._try(lambda: self._client.exists(list(names))))]
         batch = self._new_batch(is_atomic=False)
         for name in names:
             batch.exists([name])
-        return [bool(answer) for answer in self._exec(batch)]
+        return [answer if isinstance(answer, StoreError) else bool(answer) for answer in self._exec(batch)]
 
     def delete(self, names: Sequence[str]) -> None:
         self._try(lambda: self._client.unlink(list(names)))
@@ -215,18 +214,18 @@ class _ValkeyClient:
                 batch.expire(name, self._expiry_seconds)
             else:
                 batch.touch([name])
-        self._exec(batch)
+        _require_success(self._exec(batch))
 
     def read_ids(self, names: Sequence[str]) -> list[bytes | None]:
         return list(self._try(lambda: self._client.mget(list(names))))
 
     def create_id(self, name: str, value: bytes) -> bytes:
         condition = self._glide.ConditionalChange.ONLY_IF_DOES_NOT_EXIST
-        previous = self._try(lambda: self._client.set(name, value, conditional_set=condition, return_old_value=True))
+        previous = self._set(name, value, conditional_set=condition, return_old_value=True)
         return value if previous is None else bytes(previous)
 
     def write_id(self, name: str, value: bytes) -> str:
-        self._try(lambda: self._client.set(name, value))
+        self._set(name, value)
         return self._unacknowledged(name)
 
     def close(self) -> None:
@@ -265,8 +264,16 @@ class _ValkeyClient:
             return _MOST_VALUE_BYTES
         return int(found.get(_LARGEST_VALUE.encode(), _MOST_VALUE_BYTES))
 
-    def _exec(self, batch: Any, raises: bool = True) -> list[Any]:
-        return list(self._try(lambda: self._client.exec(batch, raise_on_error=raises)) or [])
+    def _set(self, name: str, value: bytes, **options: Any) -> Any:
+        batch = self._new_batch(is_atomic=False)
+        batch.set(name, value, **options)
+        (answer,) = _require_success(self._exec(batch))
+        return answer
+
+    def _exec(self, batch: Any) -> list[Any]:
+        """The answer to each command, or why it failed. The library prints what it raises to stderr, so it raises nothing of these."""
+        answers = self._try(lambda: self._client.exec(batch, raise_on_error=False)) or []
+        return [self._error(answer) if isinstance(answer, self._glide.GlideError) else answer for answer in answers]
 
     def _try(self, call: Any) -> Any:
         """Its result; StoreError for what the library raises. The texts of its errors have addresses, no credentials."""
