@@ -116,7 +116,7 @@ class Folder:
         self._unlock()
 
     def cut(self) -> None:
-        """Give back what the data file has beyond `size`. REQUIRES: every file is of a format known here."""
+        """Truncate the data file to `size`. REQUIRES: every file is of a format known here."""
         if os.fstat(self.data.fd).st_size > (size := self.data.pages * self.data.page_bytes):
             self.disk.truncate(self.data.fd, size)
 
@@ -183,7 +183,7 @@ class Folder:
             raise
 
     def _page_bytes(self, size: int, found: _Head) -> int:
-        """Those of the file, which keeps its records, unless `size` needs larger ones."""
+        """The file's page size, so that records stay, unless `size` needs a larger one."""
         least = page_bytes_for(size)
         if 0 < found.page_bytes < least:
             log.warning(

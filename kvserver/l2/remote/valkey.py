@@ -12,7 +12,6 @@ import re
 import socket
 import ssl
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from kvserver.config import TierUrl
@@ -24,6 +23,7 @@ from kvserver.l2.remote.store import (
     StoreRefused,
     StoreTimeout,
 )
+from kvserver.l2.remote.tls import authorities_of, own_certificate_of
 from kvserver.protocol import ConfigError
 
 _PORT = 6379
@@ -44,8 +44,9 @@ class ValkeyUrl:
         self.host, self.port = url.host, url.port or _PORT
         self.username, self.password = url.username, url.password
         self.tls = url.scheme in ("valkeys", "rediss")
-        self.authorities = _authorities(url)
-        self.cluster = _cluster(url)
+        self.authorities = authorities_of(url)
+        self.own_certificate = own_certificate_of(url)
+        self.cluster = url.states("cluster")
         self.timeout_ms = max(1, int(url.timeout_seconds * 1000))
         first, _, rest = url.path.strip("/").partition("/")
         self.database, self.prefix = (int(first), rest) if re.fullmatch(r"\d{1,5}", first) else (0, url.path.strip("/"))
@@ -53,26 +54,6 @@ class ValkeyUrl:
         if self.cluster and self.database:
             raise ConfigError(f"--l2 {url.shown}: a cluster has one database: leave /{self.database} away")
         self.expiry_seconds = _expiry(url)
-
-
-def _cluster(url: TierUrl) -> bool:
-    text = url.own.get("cluster", "false")
-    if text not in ("true", "false"):
-        raise ConfigError(f"--l2 {url.shown}: cluster={text}: write true or false")
-    return text == "true"
-
-
-def _authorities(url: TierUrl) -> bytes | None:
-    """The certificates of `?ca=FILE`; None: those of the system."""
-    if not (file := url.own.get("ca", "")):
-        return None
-    try:
-        found = Path(file).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"--l2 {url.shown}: ca={file}: {error.strerror}") from None
-    if b"-----BEGIN CERTIFICATE-----" not in found:
-        raise ConfigError(f"--l2 {url.shown}: ca={file} has no certificate in PEM")
-    return found
 
 
 def _expiry(url: TierUrl) -> int:
@@ -101,17 +82,23 @@ def connect(url: ValkeyUrl) -> StoreClient:
     return _ValkeyClient(url)
 
 
-def _refused_certificate(url: ValkeyUrl) -> StoreError | None:
-    """Whether TLS is why a connection failed, which the client states as a time-out."""
+def _tls_failure(url: ValkeyUrl) -> StoreError | None:
+    """The failure of TLS behind a failed connection, which the client states as a time-out; None if TLS works."""
     authorities = url.authorities.decode("ascii", "replace") if url.authorities else None
-    context = ssl.create_default_context(cadata=authorities)
     try:
-        with socket.create_connection((url.host, url.port), url.timeout_ms / 1000) as plain:
-            context.wrap_socket(plain, server_hostname=url.host).close()
+        context = ssl.create_default_context(cadata=authorities)
+        if url.own_certificate:
+            context.load_cert_chain(*url.own_certificate)
+        with (
+            socket.create_connection((url.host, url.port), url.timeout_ms / 1000) as plain,
+            context.wrap_socket(plain, server_hostname=url.host) as secure,
+        ):
+            secure.sendall(b"PING\r\n")  # by TLS 1.3 only the answer states that the server wants a certificate
+            secure.recv(1)
     except ssl.SSLCertVerificationError as error:
         return StoreError(f"the server's certificate is refused: {error.verify_message}")
     except ssl.SSLError as error:
-        return StoreError(f"the server does not speak TLS: {error.reason}")
+        return StoreError(f"TLS with the server fails: {error.reason}")
     except OSError:
         pass  # what the client states is why
     return None
@@ -153,7 +140,7 @@ class _ValkeyClient:
         }
         limits = {
             "connection_timeout": url.timeout_ms,
-            "tls_config": glide.TlsAdvancedConfiguration(root_pem_cacerts=url.authorities) if url.authorities else None,
+            "tls_config": self._certificates(url) if url.authorities or url.own_certificate else None,
         }
         nodes = [glide.NodeAddress(url.host, url.port)]
         self._client: Any
@@ -178,6 +165,13 @@ class _ValkeyClient:
             self.close()
             raise StoreError("the server is a node of a cluster: add cluster=true, or name a proxy before it")
         self.most_value_bytes = self._largest_value()
+
+    def _certificates(self, url: ValkeyUrl) -> Any:
+        """The library reads the files of the client's own certificate again, so that it may be replaced."""
+        certificate, key = url.own_certificate or (None, None)
+        return self._glide.TlsAdvancedConfiguration(
+            root_pem_cacerts=url.authorities, client_cert_path=certificate, client_key_path=key
+        )
 
     def get(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[memoryview | StoreError | None]:
         try:
@@ -235,7 +229,7 @@ class _ValkeyClient:
         try:
             return self._try(create)
         except StoreError as error:
-            raise (_refused_certificate(url) if url.tls else None) or error from None
+            raise (_tls_failure(url) if url.tls else None) or error from None
 
     def _unacknowledged(self, name: str) -> str:
         """Whether the server has replicas, none of which has what was written last."""
