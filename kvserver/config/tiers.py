@@ -13,15 +13,17 @@ from urllib.parse import SplitResult, parse_qsl, unquote
 
 from kvserver.config.settings import parse_size
 from kvserver.config.urls import split_url, without_user
+from kvserver.protocol import ConfigError
 
 _VALKEY = {"expiry", "cluster"}
+_CERTIFICATES = {"ca", "cert", "key"}
 KINDS = {  # by scheme: the kind, and its own parameters
     "file": ("file", {"size"}),
-    "s3": ("s3", {"endpoint", "region"}),
+    "s3": ("s3", {"endpoint", "region", "ca", "virtual_hosted"}),
     "valkey": ("valkey", _VALKEY),
-    "valkeys": ("valkey", {*_VALKEY, "ca"}),
+    "valkeys": ("valkey", {*_VALKEY, *_CERTIFICATES}),
     "redis": ("valkey", _VALKEY),
-    "rediss": ("valkey", {*_VALKEY, "ca"}),
+    "rediss": ("valkey", {*_VALKEY, *_CERTIFICATES}),
     "mooncake": ("mooncake", {"protocol", "devices", "metadata"}),
 }
 _COMMON = {"admit", "required", "write_limit", "read_only", "timeout"}
@@ -55,6 +57,13 @@ class TierUrl:
     def seconds_for(self, size: int) -> float:
         """The longest that a request of so many bytes may take: a slower store is not worth having."""
         return self.timeout_seconds + size / LEAST_BYTES_PER_SECOND
+
+    def states(self, name: str) -> bool:
+        """The truth of a parameter of the kind, false by default. ConfigError for another word."""
+        try:
+            return _truth(name, self.own)
+        except ValueError as error:
+            raise ConfigError(f"--l2 {self.shown}: {error}") from None
 
     @property
     def shown(self) -> str:

@@ -37,6 +37,12 @@ UNREADABLE = "issues/test_an_object_that_cannot_be_read_was_promised_for_ever.py
 FAILOVER = "issues/test_after_a_failover_a_tier_never_wrote_again.py"
 
 MUTANTS = (
+    # ---- files/folder.py ----------------------------------------------------------------------------
+    Mutant(
+        "two machines write to one folder on NFS",
+        "kvserver/l2/files/folder.py", "Folder._lock", "locked = self._locked(self._lock_fd) or locked", "pass",
+        ("issues/test_two_machines_used_one_folder_on_nfs.py",),
+    ),
     # ---- files/generations.py -----------------------------------------------------------------------
     Mutant(
         "a clear's generation returns",
@@ -331,6 +337,12 @@ MUTANTS = (
         "a store of corrupt objects is used for ever",
         REMOTE_TIER, "RemoteTier._watch_corruption", "self._corrupt_in_a_row == _CORRUPT_TO_CLOSE", "False",
         (f"{REMOTE_FAULTS}::test_eight_corrupt_objects_in_a_row_close_the_tier",),
+    ),
+    # ---- remote/s3.py -------------------------------------------------------------------------------
+    Mutant(
+        "an id that is written anew replaces that of a clear",
+        "kvserver/l2/remote/s3.py", "_S3Client._renew", 'mode={"e_tag": tag}, ', "",
+        ("unit/l2/test_s3.py::test_a_renewal_never_replaces_the_id_of_a_clear",),
     ),
     # ---- remote/valkey.py ---------------------------------------------------------------------------
     Mutant(

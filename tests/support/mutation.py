@@ -98,7 +98,7 @@ def _range_of(file: str, symbol: str) -> tuple[int, int]:
         return 0, len(text)
     nodes: list[ast.stmt] = list(tree.body)
     for name in symbol.split("."):
-        kinds = (ast.ClassDef, ast.FunctionDef)
+        kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
         found = [node for node in nodes if isinstance(node, kinds) and node.name == name]
         if len(found) != 1:
             raise ValueError(f"{len(found)} symbols {symbol}")

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -67,6 +68,10 @@ class S3Server:
 
     def read(self, where: str) -> bytes:
         found: bytes = self._client.get_object(Bucket=BUCKET, Key=where)["Body"].read()
+        return found
+
+    def modified(self, where: str) -> datetime:
+        found: datetime = self._client.head_object(Bucket=BUCKET, Key=where)["LastModified"]
         return found
 
     def write(self, where: str, value: bytes) -> None:

@@ -26,15 +26,15 @@ class Authority:
         self.path = folder / f"{name}.pem"
         self.path.write_bytes(own.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
 
-    def certificate(self) -> tuple[Path, Path]:
-        """The files of a server's certificate, and of its key."""
+    def certificate(self, name: str = "server") -> tuple[Path, Path]:
+        """The files of a certificate for 127.0.0.1, and of its key."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "127.0.0.1")])
         alternative = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
         signed = (
             self._build(subject, key.public_key()).add_extension(alternative, False).sign(self._key, hashes.SHA256())
         )
-        files = self._folder / "server.pem", self._folder / "server.key"
+        files = self._folder / f"{name}.pem", self._folder / f"{name}.key"
         files[0].write_bytes(signed.public_bytes(serialization.Encoding.PEM))
         files[1].write_bytes(
             key.private_bytes(
@@ -57,12 +57,15 @@ class Authority:
 
 
 class TlsProxy:
-    """Ends TLS on a port of its own, and passes on to the server's."""
+    """Ends TLS on a port of its own, and passes on to the server's. `clients`: the authority whose certificate each client needs."""
 
-    def __init__(self, server_port: int, authority: Authority) -> None:
+    def __init__(self, server_port: int, authority: Authority, clients: Authority | None = None) -> None:
         self._server_port = server_port
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(*authority.certificate())
+        if clients:
+            context.verify_mode = ssl.CERT_REQUIRED
+            context.load_verify_locations(clients.path)
         self._listener = context.wrap_socket(
             socket.create_server(("127.0.0.1", 0)), server_side=True, do_handshake_on_connect=False
         )

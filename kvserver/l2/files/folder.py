@@ -1,7 +1,9 @@
 """The folder of a file tier and its data file.
 
-Owns: who may use the folder, the lock that one daemon has on it, and how much of `size` each file may use. Refuses to know:
+Owns: who may use the folder, the locks that one daemon has on it, and how much of `size` each file may use. Refuses to know:
 what the files contain, but for the data file's first page.
+
+One daemon locks the folder and the file `lock` in it. NFS shows other machines the lock of a file only, and some file systems lock no folder.
 
 The data file's first page: magic, u32 format, u32 page bytes, u64 id, XXH3-64 of these; the rest is zero. The id ties the
 journal to the file: a file that was replaced has none of the journal's records.
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import mmap
 import os
 import secrets
@@ -18,21 +21,25 @@ import stat
 import struct
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvserver._native import checksum
 from kvserver.cache import page_bytes_for
 from kvserver.l2.files.disk import Disk
 from kvserver.protocol import ConfigError
 
+log = logging.getLogger(__name__)
+
 _MAGIC = b"KVSL2DAT"
 FORMAT = 1
 _HEAD = struct.Struct("<8sIIQ")
 _SUM = struct.Struct("<Q")
 _DIRECT_BYTES = 4096  # whole ones at aligned offsets and addresses suit O_DIRECT on all known disks
-_DATA = "data"
+_DATA, _LOCK = "data", "lock"
 _OTHERS = ("journal", "journal.new", "generations")
 _LEAST_SPARE_BYTES = 16 << 10  # of a small file of generations, and its replacement
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+_NO_LOCKS = (errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)  # of this kind, or none at all
 
 
 class FormatError(Exception):
@@ -58,6 +65,13 @@ class DataFile:
     direct: bool  # by O_DIRECT
 
 
+class _Head(NamedTuple):
+    """What the data file's first page states; zeros if there is none."""
+
+    id: int = 0
+    page_bytes: int = 0
+
+
 class Folder:
     """An open and locked folder, and its data file. ConfigError, naming the folder, if it cannot be used."""
 
@@ -66,13 +80,13 @@ class Folder:
         self.disk = disk
         self.journal_bytes = journal_bytes_of(size)
         self.read_only_reason = "the tier is configured read-only" if read_only else ""
-        self.fd = _open_folder(path)
+        self.fd, self._lock_fd = _open_folder(path), -1
         try:
             self._check_owner()
             self._lock()
             self.data = self._open_data(size)
         except BaseException:
-            os.close(self.fd)
+            self._unlock()
             raise
 
     def open_file(self, name: str, flags: int) -> int:
@@ -99,7 +113,12 @@ class Folder:
     def close(self) -> None:
         """Unlock the folder. Threads that still use the data file have descriptors of their own."""
         os.close(self.data.fd)
-        os.close(self.fd)
+        self._unlock()
+
+    def cut(self) -> None:
+        """Truncate the data file to `size`. REQUIRES: every file is of a format known here."""
+        if os.fstat(self.data.fd).st_size > (size := self.data.pages * self.data.page_bytes):
+            self.disk.truncate(self.data.fd, size)
 
     def _check_owner(self) -> None:
         found = os.fstat(self.fd)
@@ -109,25 +128,51 @@ class Folder:
             raise self._refusal("other users may write to it: chmod 700")
 
     def _lock(self) -> None:
+        locked = self._locked(self.fd)
         try:
-            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock_fd = self.open_file(_LOCK, os.O_RDWR | (0 if self.read_only_reason else os.O_CREAT))
+        except OSError as error:
+            if error.errno not in (*_READ_ONLY, errno.ENOENT):
+                raise self._refusal(f"its file {_LOCK} cannot be opened: {error.strerror}") from None
+        else:
+            locked = self._locked(self._lock_fd) or locked
+        if not locked:
+            raise self._refusal("it cannot be locked: its file system has no locks")
+
+    def _locked(self, fd: int) -> bool:
+        """False: the file system cannot lock this. ConfigError if another daemon has done so."""
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise self._refusal("another daemon uses it") from None
         except OSError as error:
-            raise self._refusal(f"it cannot be locked: {error.strerror}") from None
+            if error.errno not in _NO_LOCKS:
+                raise self._refusal(f"it cannot be locked: {error.strerror}") from None
+            return False
+        return True
+
+    def _unlock(self) -> None:
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+        os.close(self.fd)
 
     def _open_data(self, size: int) -> DataFile:
-        page_bytes = page_bytes_for(size)
-        pages = data_bytes_of(size) // page_bytes
         fd = -1
         try:
-            fd = self._open_writable(pages * page_bytes) if not self.read_only_reason else -1
+            if not self.read_only_reason:
+                fd = self._open_writable()
             if fd < 0:
                 fd = self.open_file(_DATA, os.O_RDONLY)
+            found = self._read_head(self.disk.read(fd, _HEAD.size + _SUM.size, 0))
+            page_bytes = self._page_bytes(size, found)
+            pages = data_bytes_of(size) // page_bytes
+            if self.read_only_reason:
                 pages = min(pages, os.fstat(fd).st_size // page_bytes)
                 if not pages:
                     raise self._refusal("it is read-only, and has no records")
-            return self._with_head(fd, page_bytes, pages)
+            else:
+                self._allocate(fd, pages * page_bytes)
+            return self._with_head(fd, found.id if found.page_bytes == page_bytes else 0, page_bytes, pages)
         except OSError as error:
             if fd >= 0:
                 os.close(fd)
@@ -137,32 +182,41 @@ class Folder:
                 os.close(fd)
             raise
 
-    def _open_writable(self, size: int) -> int:
-        """The data file with all its space; -1 if the folder is read-only."""
+    def _page_bytes(self, size: int, found: _Head) -> int:
+        """The file's page size, so that records stay, unless `size` needs a larger one."""
+        least = page_bytes_for(size)
+        if 0 < found.page_bytes < least:
+            log.warning(
+                "L2 file://%s: size=%d needs pages of %d bytes and its file has pages of %d: the tier begins empty",
+                self.path, size, least, found.page_bytes,
+            )  # fmt: skip
+        return max(least, found.page_bytes)
+
+    def _open_writable(self) -> int:
+        """The data file; -1 if the folder is read-only."""
         try:
-            fd = self.open_file(_DATA, os.O_RDWR | os.O_CREAT)
+            return self.open_file(_DATA, os.O_RDWR | os.O_CREAT)
         except OSError as error:
             if error.errno not in _READ_ONLY:
                 raise
             self.read_only_reason = f"the folder is read-only: {error.strerror}"
             return -1
-        before = os.fstat(fd)
+
+    def _allocate(self, fd: int, size: int) -> None:
+        """All the space of the data file; what it has beyond stays until `cut`."""
+        before = os.fstat(fd).st_size
         all_files = size + 2 * self.journal_bytes + _LEAST_SPARE_BYTES
         try:
-            if before.st_size > size:
-                self.disk.truncate(fd, size)
             free = os.fstatvfs(fd)
             if free.f_bavail * free.f_frsize + self._used_bytes() < all_files:  # else a full disk would be left behind
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self.disk.allocate(fd, size)
         except OSError as error:
             with suppress(OSError):
-                os.ftruncate(fd, min(before.st_size, size))
-            os.close(fd)
+                os.ftruncate(fd, before)
             raise self._refusal(
                 f"{all_files} bytes for it could not be had: {error.strerror}; give a smaller ?size="
             ) from None
-        return fd
 
     def _used_bytes(self) -> int:
         """What its files use of the file system."""
@@ -172,12 +226,10 @@ class Folder:
                 used += 512 * os.stat(name, dir_fd=self.fd, follow_symlinks=False).st_blocks
         return used
 
-    def _with_head(self, fd: int, page_bytes: int, pages: int) -> DataFile:
-        """The file, opened for direct I/O if its file system can, with a head."""
+    def _with_head(self, fd: int, id: int, page_bytes: int, pages: int) -> DataFile:
+        """The file, opened for direct I/O if its file system can, with a head of its own if it has no `id`."""
         direct = self._direct(fd)
         used = direct if direct >= 0 else fd
-        raw = self.disk.read(fd, _HEAD.size + _SUM.size, 0)
-        id = self._read_head(raw, page_bytes)
         if not id and not self.read_only_reason:
             id = secrets.randbits(63) + 1
             head = _HEAD.pack(_MAGIC, FORMAT, page_bytes, id)
@@ -202,15 +254,14 @@ class Folder:
             return -1
         return direct
 
-    def _read_head(self, raw: bytes, page_bytes: int) -> int:
-        """The file's id; 0 if there is no head, or one for pages of another size."""
+    def _read_head(self, raw: bytes) -> _Head:
         if len(raw) < _HEAD.size + _SUM.size or not raw.startswith(_MAGIC):
-            return 0
-        _, format, bytes_of_page, id = _HEAD.unpack_from(raw)
+            return _Head()
+        _, format, page_bytes, id = _HEAD.unpack_from(raw)
         if format > FORMAT:
             raise self._refusal(f"its data file has format {format}, and this version knows {FORMAT}")
         intact = _SUM.unpack_from(raw, _HEAD.size)[0] == checksum(raw[: _HEAD.size])
-        return int(id) if intact and bytes_of_page == page_bytes else 0
+        return _Head(id, page_bytes) if intact else _Head()
 
     def _refusal(self, why: str) -> ConfigError:
         return ConfigError(f"--l2 file://{self.path}: {why}")

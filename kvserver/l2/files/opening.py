@@ -38,6 +38,8 @@ def open_tier(folder: Folder) -> Opened:
     table = RecordTable(secrets.randbits(64))
     known, whole = generations.read(folder)
     written, sequence = journal.replay(folder, table, writable)
+    if writable:
+        folder.cut()
     if writable and not whole:
         generations.write(folder, known.encode())
     table.link_orphans()

@@ -3,14 +3,16 @@
 Owns: the form of URLs of this kind, and which of the client's errors means what. Credentials are those of the environment
 (AWS_ACCESS_KEY_ID, ..., web identity, the machine's role); a URL has none.
 
-A value that is read lies in the client's own memory until the caller lets go of it. Expiry is the bucket's: a lifecycle rule.
+A value that is read lies in the client's own memory until the caller lets go of it. Expiry is the bucket's: a lifecycle rule, which
+would remove ids as well. So ids in use are written anew.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable, Sequence
-from datetime import timedelta
+from contextlib import suppress
+from datetime import datetime, timedelta, timezone
 from typing import Any, TypeVar, cast
 
 from kvserver.config import TierUrl
@@ -22,6 +24,7 @@ from kvserver.l2.remote.store import (
     StoreTimeout,
     StoreTooLarge,
 )
+from kvserver.l2.remote.tls import authorities_of
 from kvserver.protocol import ConfigError
 
 T = TypeVar("T")
@@ -30,8 +33,10 @@ _MOST_VALUE_BYTES = 5 << 30  # of one PUT
 _MOST_QUESTIONS = 16  # requests at once, of objects, too
 _MOST_RETRIES = 2  # of one request, inside its time-out: S3 answers 503 where it wants less of them
 _NO_SPACE = ("QuotaExceeded", "StorageFull", "507 Insufficient Storage")
+_RENEWAL = timedelta(hours=12)  # of ids in use: the shortest lifecycle rule is a day
 _MOST_TEXT = 300
 _STATUS = re.compile(r"status:? [45]\d\d|<Code>")  # the store answered
+_CERTIFICATE = re.compile(r"InvalidCertificate\(\s*(\w+)")
 
 
 class S3Url:
@@ -40,7 +45,10 @@ class S3Url:
     def __init__(self, url: TierUrl) -> None:
         self.bucket = url.host
         self.prefix = url.path.strip("/") or "kvserver"
-        self.endpoint, self.region = url.own.get("endpoint", ""), url.own.get("region", "")
+        self.endpoint, self.region = url.own.get("endpoint", "").rstrip("/"), url.own.get("region", "")
+        self.authorities = authorities_of(url)
+        self.virtual_hosted = url.states("virtual_hosted")
+        self.read_only = url.read_only
         self.timeout, self.seconds_for = timedelta(seconds=url.timeout_seconds), url.seconds_for
         if url.username or url.password or url.port:
             raise ConfigError(f"--l2 {url.shown}: write s3://bucket/prefix; credentials come from the environment")
@@ -50,6 +58,9 @@ class S3Url:
             raise ConfigError(
                 f"--l2 {url.shown}: endpoint={self.endpoint}: write http://host:port or https://host:port"
             )
+        if self.endpoint and self.virtual_hosted:
+            scheme, _, rest = self.endpoint.partition("://")
+            self.endpoint = f"{scheme}://{self.bucket}.{rest}"
 
 
 def require_client(url: TierUrl) -> None:
@@ -81,6 +92,7 @@ class _S3Client:
         timeout = timedelta(seconds=url.seconds_for(size))
         self._obstore, self._gather, self._semaphore = obstore, asyncio.gather, asyncio.Semaphore
         self._exists_already = AlreadyExistsError
+        self._renews = not url.read_only
         self._loop = asyncio.new_event_loop()
         self._store = self._try(
             lambda: S3Store(
@@ -88,6 +100,7 @@ class _S3Client:
                 # A record has a checksum of its own; reading all of it once more for the signature doubles a put's work.
                 config={
                     "unsigned_payload": True,
+                    "virtual_hosted_style_request": url.virtual_hosted,
                     **({"endpoint": url.endpoint} if url.endpoint else {}),
                     **({"region": url.region} if url.region else {}),
                 },
@@ -95,6 +108,7 @@ class _S3Client:
                     "allow_http": url.endpoint.startswith("http://"),
                     "timeout": timeout,
                     "connect_timeout": url.timeout,
+                    **({"root_certificate": url.authorities} if url.authorities else {}),
                 },
                 retry_config={"max_retries": _MOST_RETRIES, "retry_timeout": timeout},
             )
@@ -142,15 +156,23 @@ class _S3Client:
         async def read(name: str) -> bytes | None:
             try:
                 found = await self._obstore.get_async(self._store, name)
-                return bytes(await found.bytes_async())
+                value = bytes(await found.bytes_async())
             except FileNotFoundError as error:
                 _require_bucket(error)
                 return None
+            if self._renews and datetime.now(timezone.utc) - found.meta["last_modified"] > _RENEWAL:
+                await self._renew(name, value, found.meta["e_tag"])
+            return value
 
         found = self._each(read, names)
         if errors := [each for each in found if isinstance(each, StoreError)]:
             raise errors[0]
         return cast(list[bytes | None], found)
+
+    async def _renew(self, name: str, id: bytes, tag: str | None) -> None:
+        """Write an id anew, so that no lifecycle rule removes it. A later id is never replaced, and a failure costs nothing yet."""
+        with suppress(self._obstore.exceptions.BaseError, OSError):
+            await self._obstore.put_async(self._store, name, id, mode={"e_tag": tag}, use_multipart=False)
 
     def create_id(self, name: str, value: bytes) -> bytes:
         try:
@@ -216,6 +238,8 @@ def _store_error(error: Exception) -> StoreError:
     shown = " ".join(text.partition("Debug source:")[0].split())[:_MOST_TEXT]
     if "TimedOut" in text or "kind: Timeout" in text:
         return StoreTimeout(shown)
+    if found := _CERTIFICATE.search(text):
+        return StoreError(f"the server's certificate is refused: {found[1]}")
     if "EntityTooLarge" in text:
         return StoreTooLarge(shown)
     if any(word in text for word in _NO_SPACE):

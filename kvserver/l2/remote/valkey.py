@@ -12,7 +12,6 @@ import re
 import socket
 import ssl
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from kvserver.config import TierUrl
@@ -24,6 +23,7 @@ from kvserver.l2.remote.store import (
     StoreRefused,
     StoreTimeout,
 )
+from kvserver.l2.remote.tls import authorities_of, own_certificate_of
 from kvserver.protocol import ConfigError
 
 _PORT = 6379
@@ -44,8 +44,9 @@ class ValkeyUrl:
         self.host, self.port = url.host, url.port or _PORT
         self.username, self.password = url.username, url.password
         self.tls = url.scheme in ("valkeys", "rediss")
-        self.authorities = _authorities(url)
-        self.cluster = _cluster(url)
+        self.authorities = authorities_of(url)
+        self.own_certificate = own_certificate_of(url)
+        self.cluster = url.states("cluster")
         self.timeout_ms, self.seconds_for = max(1, int(url.timeout_seconds * 1000)), url.seconds_for
         first, _, rest = url.path.strip("/").partition("/")
         self.database, self.prefix = (int(first), rest) if re.fullmatch(r"\d{1,5}", first) else (0, url.path.strip("/"))
@@ -53,26 +54,6 @@ class ValkeyUrl:
         if self.cluster and self.database:
             raise ConfigError(f"--l2 {url.shown}: a cluster has one database: leave /{self.database} away")
         self.expiry_seconds = _expiry(url)
-
-
-def _cluster(url: TierUrl) -> bool:
-    text = url.own.get("cluster", "false")
-    if text not in ("true", "false"):
-        raise ConfigError(f"--l2 {url.shown}: cluster={text}: write true or false")
-    return text == "true"
-
-
-def _authorities(url: TierUrl) -> bytes | None:
-    """The certificates of `?ca=FILE`; None: those of the system."""
-    if not (file := url.own.get("ca", "")):
-        return None
-    try:
-        found = Path(file).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"--l2 {url.shown}: ca={file}: {error.strerror}") from None
-    if b"-----BEGIN CERTIFICATE-----" not in found:
-        raise ConfigError(f"--l2 {url.shown}: ca={file} has no certificate in PEM")
-    return found
 
 
 def _expiry(url: TierUrl) -> int:
@@ -101,20 +82,34 @@ def connect(url: ValkeyUrl, size: int = 0) -> StoreClient:
     return _ValkeyClient(url, size)
 
 
-def _refused_certificate(url: ValkeyUrl) -> StoreError | None:
-    """Whether TLS is why a connection failed, which the client states as a time-out."""
+def _tls_failure(url: ValkeyUrl) -> StoreError | None:
+    """The failure of TLS behind a failed connection, which the client states as a time-out; None if TLS works."""
     authorities = url.authorities.decode("ascii", "replace") if url.authorities else None
-    context = ssl.create_default_context(cadata=authorities)
     try:
-        with socket.create_connection((url.host, url.port), url.timeout_ms / 1000) as plain:
-            context.wrap_socket(plain, server_hostname=url.host).close()
+        context = ssl.create_default_context(cadata=authorities)
+        if url.own_certificate:
+            context.load_cert_chain(*url.own_certificate)
+        with (
+            socket.create_connection((url.host, url.port), url.timeout_ms / 1000) as plain,
+            context.wrap_socket(plain, server_hostname=url.host) as secure,
+        ):
+            secure.sendall(b"PING\r\n")  # by TLS 1.3 only the answer states that the server wants a certificate
+            secure.recv(1)
     except ssl.SSLCertVerificationError as error:
         return StoreError(f"the server's certificate is refused: {error.verify_message}")
     except ssl.SSLError as error:
-        return StoreError(f"the server does not speak TLS: {error.reason}")
+        return StoreError(f"TLS with the server fails: {error.reason}")
     except OSError:
         pass  # what the client states is why
     return None
+
+
+def _require_success(answers: list[Any]) -> list[Any]:
+    """The answers. The first one that is a StoreError is raised."""
+    for answer in answers:
+        if isinstance(answer, StoreError):
+            raise answer
+    return answers
 
 
 class _TooLarge(StoreError):
@@ -145,7 +140,7 @@ class _ValkeyClient:
         }
         limits = {
             "connection_timeout": url.timeout_ms,
-            "tls_config": glide.TlsAdvancedConfiguration(root_pem_cacerts=url.authorities) if url.authorities else None,
+            "tls_config": self._certificates(url) if url.authorities or url.own_certificate else None,
         }
         nodes = [glide.NodeAddress(url.host, url.port)]
         self._client: Any
@@ -171,6 +166,13 @@ class _ValkeyClient:
             raise StoreError("the server is a node of a cluster: add cluster=true, or name a proxy before it")
         self.most_value_bytes = self._largest_value()
 
+    def _certificates(self, url: ValkeyUrl) -> Any:
+        """The library reads the files of the client's own certificate again, so that it may be replaced."""
+        certificate, key = url.own_certificate or (None, None)
+        return self._glide.TlsAdvancedConfiguration(
+            root_pem_cacerts=url.authorities, client_cert_path=certificate, client_key_path=key
+        )
+
     def get(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[memoryview | StoreError | None]:
         try:
             if len(names) == 1:
@@ -185,25 +187,16 @@ class _ValkeyClient:
         return [None if count is None else buffer[: int(count)] for count, buffer in pairs]
 
     def put(self, names: Sequence[str], values: Sequence[memoryview]) -> list[StoreError | None]:
-        if len(names) == 1:
-            try:
-                self._try(lambda: self._client.set(names[0], values[0], expiry=self._expiry))
-            except (StoreFull, StoreRefused) as error:
-                return [error]
-            return [None]
         batch = self._new_batch(is_atomic=False)
         for name, value in zip(names, values, strict=True):
             batch.set(name, value, expiry=self._expiry)
-        answers = self._exec(batch, raises=False)
-        return [self._error(answer) if isinstance(answer, self._glide.GlideError) else None for answer in answers]
+        return [answer if isinstance(answer, StoreError) else None for answer in self._exec(batch)]
 
     def exist(self, names: Sequence[str]) -> list[bool | StoreError]:
-        if len(names) == 1:
-            return [bool(self._try(lambda: self._client.exists(list(names))))]
         batch = self._new_batch(is_atomic=False)
         for name in names:
             batch.exists([name])
-        return [bool(answer) for answer in self._exec(batch)]
+        return [answer if isinstance(answer, StoreError) else bool(answer) for answer in self._exec(batch)]
 
     def delete(self, names: Sequence[str]) -> None:
         self._try(lambda: self._client.unlink(list(names)))
@@ -215,18 +208,18 @@ class _ValkeyClient:
                 batch.expire(name, self._expiry_seconds)
             else:
                 batch.touch([name])
-        self._exec(batch)
+        _require_success(self._exec(batch))
 
     def read_ids(self, names: Sequence[str]) -> list[bytes | None]:
         return list(self._try(lambda: self._client.mget(list(names))))
 
     def create_id(self, name: str, value: bytes) -> bytes:
         condition = self._glide.ConditionalChange.ONLY_IF_DOES_NOT_EXIST
-        previous = self._try(lambda: self._client.set(name, value, conditional_set=condition, return_old_value=True))
+        previous = self._set(name, value, conditional_set=condition, return_old_value=True)
         return value if previous is None else bytes(previous)
 
     def write_id(self, name: str, value: bytes) -> str:
-        self._try(lambda: self._client.set(name, value))
+        self._set(name, value)
         return self._unacknowledged(name)
 
     def close(self) -> None:
@@ -236,7 +229,7 @@ class _ValkeyClient:
         try:
             return self._try(create)
         except StoreError as error:
-            raise (_refused_certificate(url) if url.tls else None) or error from None
+            raise (_tls_failure(url) if url.tls else None) or error from None
 
     def _unacknowledged(self, name: str) -> str:
         """Whether the server has replicas, none of which has what was written last."""
@@ -265,8 +258,16 @@ class _ValkeyClient:
             return _MOST_VALUE_BYTES
         return int(found.get(_LARGEST_VALUE.encode(), _MOST_VALUE_BYTES))
 
-    def _exec(self, batch: Any, raises: bool = True) -> list[Any]:
-        return list(self._try(lambda: self._client.exec(batch, raise_on_error=raises)) or [])
+    def _set(self, name: str, value: bytes, **options: Any) -> Any:
+        batch = self._new_batch(is_atomic=False)
+        batch.set(name, value, **options)
+        (answer,) = _require_success(self._exec(batch))
+        return answer
+
+    def _exec(self, batch: Any) -> list[Any]:
+        """The answer to each command, or why it failed. The library prints what it raises to stderr, so it raises nothing of these."""
+        answers = self._try(lambda: self._client.exec(batch, raise_on_error=False)) or []
+        return [self._error(answer) if isinstance(answer, self._glide.GlideError) else answer for answer in answers]
 
     def _try(self, call: Any) -> Any:
         """Its result; StoreError for what the library raises. The texts of its errors have addresses, no credentials."""

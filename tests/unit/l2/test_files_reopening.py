@@ -48,6 +48,7 @@ class TestReopening:
             "data": 0o600,
             "journal": 0o600,
             "journal.new": 0o600,
+            "lock": 0o600,
             "generations": 0o600,
             "generations.copy": 0o600,
         }
