@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from support.file_tiers import PAGE, FaultyDisk, FileRig, key_of, name_of
+import pytest
+from support.file_tiers import NAMESPACE, PAGE, FaultyDisk, FileRig, key_of, name_of
 from support.worker import make_keys
 from unit.server.test_spill import Spilling, spilling
 
@@ -79,5 +80,27 @@ def test_a_record_whose_write_ends_before_that_of_its_parent_is_still_its_child(
             assert rig.put(name_of(other), PAGE) is TierOutcome.DONE
             other += 1
         assert held == [0, 1, 2], "the end of the chain leaves first"
+    finally:
+        rig.close()
+
+
+@pytest.mark.parametrize("how", ["drop", "clear"])
+def test_a_record_that_waits_for_its_parent_is_dropped_like_any_other(tmp_path: Path, how: str) -> None:
+    disk = FaultyDisk()
+    rig = FileRig(tmp_path / "tier", size="1MiB", disk=disk).opened()
+    try:
+        disk.file.writes.most_bytes = PAGE
+        disk.file.writes.delay_micros = 5000
+        slow, _ = rig.begin_put(name_of(1), 40 * PAGE)
+        fast, _ = rig.begin_put(name_of(2), PAGE, parent=key_of(1))
+        rig.until(lambda: disk.file.writes.calls >= 10)  # the second one needs two
+        assert not rig.ended(fast)
+        if how == "drop":
+            rig.tier.drop(NAMESPACE, 0, key_of(2))
+        else:
+            assert rig.clear() is TierOutcome.DONE
+        assert rig.end(fast).outcome is TierOutcome.CANCELLED
+        assert rig.end(slow).outcome is (TierOutcome.DONE if how == "drop" else TierOutcome.CANCELLED)
+        assert rig.holds(1, 2) == ([1] if how == "drop" else [])
     finally:
         rig.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -52,6 +53,7 @@ class PlainTier:
         self.waiting: list[Begun] = []
         self._region, self._page_bytes = region, page_bytes
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._fd)
         self._ends: list[TierEnd] = []
         self._tickets = 0
 
