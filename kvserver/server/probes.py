@@ -24,7 +24,7 @@ MOST_BESIDE = 8  # probes of one tier that no request waits for; further ones ar
 _SHORT_SECONDS = 0.02  # of a probe: about one step of an engine, always waited for
 _LEAST_SHARE = 1 / 32  # of its own prefill, which a request may always wait
 _LAST = 3  # probes, of which the shortest one is what the next is expected to take
-_WEIGHT = 1 / 4  # of the last probe in what probes find
+_WEIGHT = 1 / 8  # of the last probe in what probes find
 
 
 @dataclass(slots=True)
@@ -32,20 +32,24 @@ class ProbeWorth:
     """What probes of one tier took and found."""
 
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_LAST))
-    share: float = 1.0  # of the chunks that were not known, found; a hope at first
+    found: float = 0.0  # chunks; a fading mean, as is the next one
+    unknown: float = 0.0  # chunks, before the probe
     beside: int = 0  # under way
 
-    def note(self, seconds: float, share: float) -> None:
+    def note(self, seconds: float, found: int, unknown: int) -> None:
+        """`found`: chunks, of the `unknown` ones. REQUIRES: unknown > 0."""
         self.seconds.append(seconds)
-        self.share += (share - self.share) * _WEIGHT
+        self.found += (found - self.found) * _WEIGHT
+        self.unknown += (unknown - self.unknown) * _WEIGHT
 
     def is_waited_for(self, tokens: int, speed: float) -> bool:
         """Whether a request waits that has so many tokens to compute at this speed; 0: not known."""
         if len(self.seconds) < _LAST or min(self.seconds) <= _SHORT_SECONDS:
             return True
+        share = self.found / self.unknown
         if not speed:
-            return self.share > _LEAST_SHARE
-        return min(self.seconds) * speed <= tokens * max(self.share, _LEAST_SHARE)
+            return share > _LEAST_SHARE
+        return min(self.seconds) * speed <= tokens * max(share, _LEAST_SHARE)
 
 
 class Probes:
@@ -81,7 +85,7 @@ class Probes:
             asked = end.nanos > 0 if end.outcome is TierOutcome.DONE else end.outcome is TierOutcome.TIMEOUT
             if chain and asked:  # the others were answered from memory, cancelled, or refused
                 found = self._known_chunks(fill, tier, group) - known
-                worth.note(self._clock() - began, max(0, found) / max(1, _chunks(fill) - known))
+                worth.note(self._clock() - began, max(0, found), max(1, _chunks(fill) - known))
 
         keys = fill.lookup.keys[fill.hit_chunks * KEY_BYTES :] if chain else fill.lookup.keys
         self._tiers.probe(tier, fill.namespace, group, keys, chain, fill.due_ns, ended)

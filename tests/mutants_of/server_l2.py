@@ -213,7 +213,7 @@ MUTANTS = (
     ),
     Mutant(
         "what probes found does not count",
-        PROBES, "ProbeWorth.is_waited_for", "tokens * max(self.share, _LEAST_SHARE)", "tokens", PROBE_TESTS,
+        PROBES, "ProbeWorth.is_waited_for", "tokens * max(share, _LEAST_SHARE)", "tokens", PROBE_TESTS,
     ),
     # ---- read_rates.py ------------------------------------------------------------------------------
     Mutant(

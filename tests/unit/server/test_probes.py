@@ -10,10 +10,10 @@ SPEED = 10_000.0  # tokens a second
 
 
 def after(*probes: tuple[float, float]) -> ProbeWorth:
-    """`probes`: the seconds of each, and which share of the unknown chunks it found."""
+    """`probes`: the seconds of each, and which share of 100 unknown chunks it found."""
     worth = ProbeWorth()
     for seconds, share in probes:
-        worth.note(seconds, share)
+        worth.note(seconds, round(share * 100), 100)
     return worth
 
 
@@ -46,8 +46,17 @@ def test_a_slow_probe_that_is_a_small_share_of_the_prefill_is_waited_for() -> No
 def test_a_tier_that_has_had_nothing_is_worth_waiting_for_again_once_it_has_something() -> None:
     worth = after(*[(0.6, 0.0)] * 100)
     assert not worth.is_waited_for(64_000, SPEED)
-    worth.note(0.6, 1.0)
+    worth.note(0.6, 100, 100)
     assert worth.is_waited_for(64_000, SPEED)
+
+
+def test_probes_of_a_few_new_chunks_weigh_little() -> None:
+    worth = ProbeWorth()
+    for _ in range(20):
+        worth.note(0.6, 400, 400)
+        for _ in range(4):
+            worth.note(0.6, 0, 2)
+    assert worth.is_waited_for(6_500, SPEED)
 
 
 def test_without_a_known_speed_a_slow_probe_is_waited_for_while_probes_find_something() -> None:
