@@ -58,6 +58,7 @@ class ListenGate:
         self._reports = socket.get_monitor_socket(zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_ACCEPT_FAILED)
         self._on_failed = on_failed
         self._entries: dict[int, _Entry] = {}  # by the descriptor of a listener
+        self._short = False  # of descriptors, and logged
         self._closing = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="listen-gate", daemon=True)
         self._thread.start()
@@ -79,22 +80,28 @@ class ListenGate:
     # ---- the thread -----------------------------------------------------------------------------
 
     def _run(self) -> None:
-        short = False
         while (ready := self._wait(list(self._entries))) is not None:
-            if self._reports in ready:
-                self._read_report()
-                continue
-            if not has_free_descriptors(FOR_ENGINES):
-                if not short:
-                    log.warning("clients wait to connect: fewer than %d descriptors are free; %s", FOR_ENGINES, HINT)
-                short = True
+            try:
+                self._serve(ready)
+            except Exception:  # a thread that ends would leave all listeners disarmed
+                log.exception("internal error before the listeners of a socket")
                 time.sleep(_LOOK_SECONDS)
-                continue
-            short = False
-            listener = next(iter(ready))
-            self._arm(listener, select.EPOLLIN)
-            while listener in self._entries and self._wait([]) is not None and not self._read_report():
-                pass
+
+    def _serve(self, ready: dict[Any, int]) -> None:
+        if self._reports in ready:
+            self._read_report()
+            return
+        if not has_free_descriptors(FOR_ENGINES):
+            if not self._short:
+                log.warning("clients wait to connect: fewer than %d descriptors are free; %s", FOR_ENGINES, HINT)
+            self._short = True
+            time.sleep(_LOOK_SECONDS)
+            return
+        self._short = False
+        listener = next(iter(ready))
+        self._arm(listener, select.EPOLLIN)
+        while listener in self._entries and self._wait([]) is not None and not self._read_report():
+            pass
 
     def _wait(self, listeners: list[int]) -> dict[Any, int] | None:
         """Wait for reports and clients. None: the gate closes."""

@@ -54,6 +54,9 @@ class SocketFile:
         zmq_socket.setsockopt(_USE_FD, listener.detach())  # libzmq closes it
         try:
             zmq_socket.bind(f"ipc://{self.path}")
+        except BaseException:
+            self.remove()
+            raise
         finally:
             zmq_socket.setsockopt(_USE_FD, -1)
 

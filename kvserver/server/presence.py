@@ -188,6 +188,8 @@ def most_within(
                 sizes[place] += coverage.bytes
         else:
             bound -= coverage.bytes * len(missing.places)
+    if not sizes:
+        return found.chunks // 2  # not one by one: each try looks at all chunks
     for place in sorted(sizes):
         bound -= sizes[place]
         if bound < 0:

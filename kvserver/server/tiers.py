@@ -17,6 +17,8 @@ from kvserver.protocol import Durability
 
 log = logging.getLogger(__name__)
 
+UNUSABLE = ("unavailable", "closed")
+
 Ended: TypeAlias = Callable[[TierEnd], None]
 
 
@@ -63,7 +65,7 @@ class Tiers:
     def failure(self) -> str:
         """Why a tier that the settings require cannot be used; empty while all can."""
         for each in self.all:
-            if each.url.required and each.tier.state in ("closed", "unavailable"):
+            if each.url.required and each.tier.state in UNUSABLE:
                 return f"the required tier {each.tier.name} of L2 is {each.tier.state}: {each.tier.failure}"
         return ""
 
@@ -120,11 +122,19 @@ class Tiers:
     def complete(self) -> None:
         """Call `ended` of every ticket that has ended. Never raises: a fault in one stops no other."""
         for place, each in enumerate(self.all):
-            for end in each.tier.drain():
+            for end in self._drained(each):
                 try:
                     self._open.pop((place, end.ticket))(end)
                 except Exception:
                     log.exception("internal error at the end of ticket %d of tier %s", end.ticket, each.tier.name)
+
+    @staticmethod
+    def _drained(each: ConfiguredTier) -> Sequence[TierEnd]:
+        try:
+            return each.tier.drain()
+        except Exception:
+            log.exception("internal error in tier %s", each.tier.name)
+            return ()
 
     # ---- memory -------------------------------------------------------------------------------
 
@@ -144,7 +154,7 @@ class Tiers:
         return [
             place
             for place, each in enumerate(self.all)
-            if each.tier.shared and not each.tier.failure and each.admits(durability)
+            if each.tier.shared and each.tier.state not in UNUSABLE and each.admits(durability)
         ]
 
     @property

@@ -20,6 +20,8 @@ from kvserver.config import parse_tiers
 from kvserver.l2 import TierOutcome
 from kvserver.l2.remote.breaker import FAILURES_TO_OPEN
 from kvserver.l2.remote.tier import RemoteTier
+from kvserver.protocol import Durability
+from kvserver.server import ConfiguredTier, Tiers
 
 SIZE = 20_000
 
@@ -126,8 +128,8 @@ class Rig:
 
     def __init__(self, parameters: str = "", store: FaultyStore | None = None) -> None:
         self.store, self.l1 = store or FaultyStore(), L1Memory()
-        (url,) = parse_tiers([f"valkey://host/p{parameters}"])
-        self.tier = RemoteTier(url, "p", self.l1.region, PAGE, self.store.connect, 2)
+        (self.url,) = parse_tiers([f"valkey://host/p{parameters}"])
+        self.tier = RemoteTier(self.url, "p", self.l1.region, PAGE, self.store.connect, 2)
         self.ends = Ends(self.tier)
 
     def put(self, number: int) -> TierOutcome:
@@ -151,6 +153,41 @@ def test_reads_that_fail_close_no_writes_and_writes_that_fail_no_reads() -> None
             assert rig.put(10 + number) is TierOutcome.UNAVAILABLE
             assert rig.get(1) is TierOutcome.DONE
         assert (rig.tier.state, rig.tier.status().breaks) == ("read_only", 0)
+    finally:
+        rig.close()
+
+
+def test_a_tier_that_takes_no_writes_is_probed() -> None:
+    """Else it is read for as long only as what is remembered of it, a minute."""
+    rig = Rig()
+    try:
+        rig.ends.until("ready")
+        tiers = Tiers([ConfiguredTier(rig.tier, rig.url)])
+        rig.store.read_only = True
+        for number in range(FAILURES_TO_OPEN):
+            assert rig.put(number) is TierOutcome.UNAVAILABLE
+        assert rig.tier.failure
+        assert tiers.unknown_to(Durability.ANYWHERE) == [0]
+    finally:
+        rig.close()
+
+
+def test_puts_of_what_the_store_has_prove_nothing() -> None:
+    """Beside them three refused ones in a row never came, and the tier was ready."""
+    rig = Rig()
+    try:
+        rig.ends.until("ready")
+        others = Rig(store=rig.store)
+        others.ends.until("ready")
+        for number in range(FAILURES_TO_OPEN):
+            assert others.put(number) is TierOutcome.DONE
+        others.tier.close(within(5))
+        rig.store.read_only = True
+        for number in range(FAILURES_TO_OPEN):
+            assert rig.tier.state == "ready"
+            assert rig.put(number) is TierOutcome.DONE, "another daemon has stored it"
+            assert rig.put(100 + number) is TierOutcome.UNAVAILABLE
+        assert rig.tier.state == "read_only"
     finally:
         rig.close()
 

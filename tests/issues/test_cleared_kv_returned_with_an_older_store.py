@@ -6,6 +6,8 @@ Then what a clear had removed was found again, although the clear had ended as d
 from __future__ import annotations
 
 import random
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -33,8 +35,8 @@ NUMBER = slice(0, 8)
 class Member(TierDaemon):
     """A daemon whose store is in this process. `folder`: its own."""
 
-    def __init__(self, store: FaultyStore, folder: str = "") -> None:
-        (self.url,) = parse_tiers(["valkey://store/p?timeout=5s"])
+    def __init__(self, store: FaultyStore, folder: str = "", parameters: str = "") -> None:
+        (self.url,) = parse_tiers([f"valkey://store/p?timeout=5s{parameters}"])
         self.l1 = L1Memory(256)
         self.tier = RemoteTier(self.url, "p", self.l1.region, PAGE, store.connect, lanes=3, folder=folder)
         self.ends = Ends(self.tier)
@@ -58,8 +60,8 @@ def make_member(store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> Iterator
     monkeypatch.setattr(generations, "IDS_SECONDS", 0.0)
     members: list[Member] = []
 
-    def make(folder: str = "") -> Member:
-        members.append(Member(store, folder))
+    def make(folder: str = "", parameters: str = "") -> Member:
+        members.append(Member(store, folder, parameters))
         return members[-1]
 
     yield make
@@ -274,3 +276,44 @@ def test_a_clear_that_no_replica_has_is_done_with_a_warning(valkey: ValkeyStore,
         proxy.cut()
         proxy.close()
         replica.close()
+
+
+def test_a_reader_that_saw_an_older_id_goes_on_once_another_daemon_has_written_a_higher_one(
+    store: FaultyStore, make_member: Callable[..., Member]
+) -> None:
+    """It cannot write one itself, and answered that there is nothing until its restart."""
+    writer = make_member()
+    writer.stored(1)
+    assert writer.clear() is DONE
+    writer.stored(2)
+    reader = make_member(parameters="&read_only=true")
+    assert reader.read(2) is DONE
+    store.go_back()
+    assert reader.read(2) is MISSING, "it has seen the older id"
+    writer.stored(3)
+    assert reader.read(3) is DONE, "the other one has written a higher id"
+
+
+def test_a_disk_that_hangs_keeps_no_lane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvserver.l2.remote.ids._MOST_WAIT_SECONDS", 0.2)
+    goes = threading.Event()
+    highest = HighestIds(str(tmp_path), "ids")
+    monkeypatch.setattr(highest, "_write", lambda raw: goes.wait(20))
+    began = time.monotonic()
+    for _ in range(20):
+        highest.raise_to({b"s": new_id(highest.least(b"s"))})
+    assert time.monotonic() - began < 2.0
+    goes.set()
+
+
+def test_scopes_beyond_the_bound_are_not_written_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    highest = HighestIds(str(tmp_path), "ids")
+    ids = {number.to_bytes(2, "big"): new_id(b"") for number in range(1100)}
+    highest.raise_to(ids)
+    before = (tmp_path / "ids").stat().st_mtime_ns
+    for scope, id in ids.items():
+        highest.raise_to({scope: id})
+        assert highest.least(scope) <= id
+    assert (tmp_path / "ids").stat().st_mtime_ns == before

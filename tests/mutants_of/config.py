@@ -29,7 +29,7 @@ MUTANTS = (
     # ---- listen_gate.py -----------------------------------------------------------------------------
     Mutant(
         "libzmq accepts without a look at free descriptors",
-        LISTEN_GATE, "ListenGate._run", "if not has_free_descriptors(FOR_ENGINES):", "if False:", (OUT_OF_DESCRIPTORS,),
+        LISTEN_GATE, "ListenGate._serve", "if not has_free_descriptors(FOR_ENGINES):", "if False:", (OUT_OF_DESCRIPTORS,),
     ),
     Mutant(
         "a listener is armed for every connection from then on",

@@ -234,7 +234,7 @@ MUTANTS = (
     ),
     Mutant(
         "ids that this daemon wrote are not remembered",
-        GENERATIONS, "Generations.write", "self._highest.raise_to({scope: id})", "pass", (OLDER_STORE,),
+        GENERATIONS, "Generations._written", "self._highest.raise_to({scope: id})", "pass", (OLDER_STORE,),
     ),
     Mutant(
         "ids that another daemon wrote are not remembered",
@@ -386,7 +386,7 @@ MUTANTS = (
     ),
     Mutant(
         "an object on a bad sector is not written anew",
-        FILE_PUTS, "FilePuts.begin", "if name in records.failures:", "if False:", (UNREADABLE,),
+        FILE_PUTS, "FilePuts.begin", "if found.extents in records.unreadable:", "if False:", (UNREADABLE,),
     ),
     Mutant(
         "a tier that hangs makes its objects unreadable",
@@ -421,5 +421,17 @@ MUTANTS = (
     Mutant(
         "the time-outs of a client do not grow with its requests",
         LANES, "Lane.client_for", "if size > self.buffer.covers:", "if False:", (MOVED,),
+    ),
+    Mutant(
+        "puts of what the store has reset the count of refused ones",
+        REMOTE_TIER, "RemoteTier._apply", 'if result.bytes or ticket.kind in ("clear", "touch"):', "if True:", (FAILOVER,),
+    ),
+    Mutant(
+        "a reader that saw an older id never believes the store again",
+        GENERATIONS, "Generations.write", "if replaced and id_of(value) > self._highest.least(scope):", "if False:", (OLDER_STORE,),
+    ),
+    Mutant(
+        "a disk that hangs keeps the lanes of a shared tier",
+        IDS, "HighestIds._wait_for_disk", "if not self._late and not", "if not", (OLDER_STORE,),
     ),
 )  # fmt: skip

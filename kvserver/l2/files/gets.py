@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from kvserver._native import FileDevice, FileOutcome
 from kvserver.l2.base import ObjectMemory, ObjectName, TierOutcome
+from kvserver.l2.failures import MOST_OBJECTS
 from kvserver.l2.files.records import FileRecords, L1Pages, meaning_of
 from kvserver.l2.files.tickets import OUTCOMES, FileTickets
 
@@ -84,10 +85,13 @@ class FileGets:
 
     def _failed_to_read(self, get: _Get, what: str) -> None:
         """The disk failed at this object: it is not promised for a while, and once it failed twice not at all."""
-        if self._records.failures.note(get.name, time.monotonic_ns()) < _FAILURES_TO_DROP:
-            return
+        failures = self._records.failures.note(get.name, time.monotonic_ns())
         found = self._records.find(get.name)
-        if found is not None and found.extents == get.extents and self._records.writable:
+        if found is None or found.extents != get.extents or not self._records.writable:
+            return
+        if len(self._records.unreadable) < MOST_OBJECTS:
+            self._records.unreadable.add(get.extents)
+        if failures >= _FAILURES_TO_DROP:
             log.warning("L2 tier %s: an object cannot be read and is dropped: %s", self._tickets.tier, what)
             self._records.give_up(get.name)
 

@@ -47,7 +47,7 @@ class FilePuts:
         records, meaning = self._records, meaning_of(memory)
         found = records.find(name)
         if found is not None:
-            if name in records.failures:
+            if found.extents in records.unreadable:
                 records.give_up(name)
             elif found.meaning == meaning:
                 records.touch(name.namespace, name.group, name.key)

@@ -47,6 +47,7 @@ class FileRecords:
             else None
         )
         self.failures = ObjectFailures()
+        self.unreadable: set[bytes] = set()  # extents of records whose read failed
         self._reads = Counter[bytes]()  # under way, by extents
         self._read_and_freed: set[bytes] = set()  # extents that are freed after their reads
 
@@ -98,7 +99,9 @@ class FileRecords:
 
     def give_up(self, name: ObjectName) -> None:
         """Drop a record that cannot be read. No record gets its pages until a restart."""
-        if self._table.remove(name.namespace, self.generation_of(name), name.group, name.key) is not None:
+        extents = self._table.remove(name.namespace, self.generation_of(name), name.group, name.key)
+        if extents is not None:
+            self.unreadable.discard(extents)
             self._changed(False, name)
 
     def walk(self, at: int) -> tuple[int | None, Iterator[tuple[bytes, int, bytes]]]:

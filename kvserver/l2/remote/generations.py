@@ -22,10 +22,11 @@ from collections.abc import Sequence
 
 from kvserver.l2.remote.ids import HighestIds, id_of, meaning_of, new_id
 from kvserver.l2.remote.names import Names, scopes_of
-from kvserver.l2.remote.store import StoreClient, StoreRefused
+from kvserver.l2.remote.store import StoreClient, StoreRefused, StoreTimeout
 
 IDS_SECONDS = 5.0
 _MOST_IDS = 4096
+_MOST_WAIT_SECONDS = 2.0  # for another lane that writes an id
 _GENERATION_BYTES = 8  # as in a record's header
 
 
@@ -40,6 +41,9 @@ class Generations:
         self._lock = threading.Lock()  # never kept during I/O: the loop needs it
         self._ids: dict[bytes, tuple[bytes, int]] = {}  # by scope: the id, and when it expires, in ns
         self._unwritten: dict[bytes, int] = {}  # scopes that were cleared, and the number of the clear
+        self._replaced: set[bytes] = (
+            set()
+        )  # those of them of which the store has an older id, and nobody cleared them here
         self._clears = 0
         self._warnings: dict[bytes, str] = {}  # by scope: why the id written last may be lost
         self._seen: dict[bytes, int] = {}  # by namespace: the generation that of() returned last
@@ -56,33 +60,54 @@ class Generations:
         with self._lock:
             self._clears += 1
             self._unwritten[scope] = self._clears
+            self._replaced.discard(scope)
             self._ids.pop(scope, None)
+
+    def _replace(self, scope: bytes) -> None:
+        """The store's id is older than one that was seen: a higher one is to be written, by this daemon or another."""
+        with self._lock:
+            if scope not in self._unwritten:
+                self._clears += 1
+                self._unwritten[scope] = self._clears
+                self._replaced.add(scope)
+                self._ids.pop(scope, None)
 
     def write(self, client: StoreClient, scope: bytes) -> None:
         """Put a new id of a cleared scope into the store; StoreError if it may not be there."""
         if scope not in self._unwritten:
             return
-        with self._writing:
+        if not self._writing.acquire(timeout=_MOST_WAIT_SECONDS):
+            raise StoreTimeout("another lane writes an id")
+        try:
             with self._lock:
-                clear = self._unwritten.get(scope)
+                clear, replaced = self._unwritten.get(scope), scope in self._replaced
             if clear is None:
                 return
             name = self._names.of_id(scope)
             (value,) = client.read_ids([name])
+            if replaced and id_of(value) > self._highest.least(scope):  # another daemon has written a higher one
+                self._written(scope, clear, id_of(value), time.monotonic_ns(), "")
+                return
             # Never the same id twice: an attempt that timed out may arrive late, after another daemon's clear.
             id, now_ns = new_id(max(id_of(value), self._highest.least(scope))), time.monotonic_ns()
             try:
                 warning = client.write_id(name, id)
             except StoreRefused as error:
                 raise NoGeneration(str(error)) from None
-            self._highest.raise_to({scope: id})
-            with self._lock:
-                self._warnings.pop(scope, None)
-                if warning and len(self._warnings) < _MOST_IDS:
-                    self._warnings[scope] = warning
-                if self._unwritten.get(scope) == clear:
-                    del self._unwritten[scope]
-                    self._ids[scope] = id, now_ns + int(IDS_SECONDS * 1e9)
+            self._written(scope, clear, id, now_ns, warning)
+        finally:
+            self._writing.release()
+
+    def _written(self, scope: bytes, clear: int, id: bytes, now_ns: int, warning: str) -> None:
+        self._highest.raise_to({scope: id})
+        with self._lock:
+            self._warnings.pop(scope, None)
+            if warning and len(self._warnings) < _MOST_IDS:
+                self._warnings[scope] = warning
+            if self._unwritten.get(scope) == clear:
+                del self._unwritten[scope]
+                self._replaced.discard(scope)
+                self._ids[scope] = id, now_ns + int(IDS_SECONDS * 1e9)
 
     def warning(self, scope: bytes) -> str:
         """Why the store may lose the last clear of the scope; "" if that is not known."""
@@ -122,7 +147,7 @@ class Generations:
             if replaced := [scope for scope in least if ids[scope] < self._highest.least(scope)]:
                 for scope in replaced:
                     if self._highest.least(scope) == least[scope]:  # else another lane has found a higher one
-                        self.clear(scope)
+                        self._replace(scope)
                 return None
             found = {scope: ids[scope] for scope in least}
             self._highest.raise_to(found)

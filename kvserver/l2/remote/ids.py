@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 _NUMBER_BYTES, _RANDOM_BYTES = 8, 16
 _MOST_SCOPES = 1024
+_MOST_WAIT_SECONDS = 2.0  # for the disk
+_NOT_NOTICED = "after a restart a store that goes back in time is not noticed"
 _MOST_BYTES = 1 << 20
 _SUM = struct.Struct("<Q")
 
@@ -62,7 +64,10 @@ class HighestIds:
     def __init__(self, folder: str, name: str) -> None:
         self._folder, self._name = folder, name
         self._disk = Disk()
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()  # guards what follows
+        self._version = self._durable = 0  # of _kept: the present one, and the one on the disk
+        self._writes = False  # a thread writes, until it has written the present one
+        self._late = False  # it has not ended in time: the disk hangs
         self._kept = self._read() if folder else _Kept()
 
     def least(self, scope: bytes) -> bytes:
@@ -70,9 +75,9 @@ class HighestIds:
         return self._kept.ids.get(scope) or self._kept.floor.to_bytes(_NUMBER_BYTES, "big")
 
     def raise_to(self, ids: Mapping[bytes, bytes]) -> None:
-        """Remember those of them that are higher; on the disk, too, when this returns, unless that fails."""
-        with self._lock:
-            higher = {scope: id for scope, id in ids.items() if id > self._kept.ids.get(scope, b"")}
+        """Remember those of them that are higher; on the disk, too, when this returns, unless that fails or hangs."""
+        with self._changed:
+            higher = {scope: id for scope, id in ids.items() if self._counts(scope, id)}
             if not higher:
                 return
             kept = _Kept(self._kept.floor, self._kept.ids | higher)
@@ -81,8 +86,37 @@ class HighestIds:
                 scope = min(kept.ids, key=lambda scope: kept.ids[scope])
                 kept.floor = max(kept.floor, _number(kept.ids.pop(scope)))
             self._kept = kept
+            self._version += 1
             if self._folder:
-                self._write(msgspec.msgpack.encode(kept))
+                self._wait_for_disk(self._version)
+
+    def _counts(self, scope: bytes, id: bytes) -> bool:
+        """Whether it is above what is known. Where there is no room, one that the floor allows for all scopes is not kept."""
+        kept = self._kept
+        if scope in kept.ids or len(kept.ids) < _MOST_SCOPES:
+            return id > kept.ids.get(scope, b"")
+        return _number(id) > kept.floor
+
+    def _wait_for_disk(self, version: int) -> None:
+        if not self._writes:
+            self._writes = True
+            threading.Thread(target=self._write_all, name=f"l2-{self._name}", daemon=True).start()
+        if not self._late and not self._changed.wait_for(lambda: self._durable >= version, _MOST_WAIT_SECONDS):
+            self._late = True
+            log.warning("%s/%s: %s", self._folder, self._name, f"the disk did not write it in time; {_NOT_NOTICED}")
+
+    def _write_all(self) -> None:
+        with self._changed:
+            while self._durable < self._version:
+                version, raw = self._version, msgspec.msgpack.encode(self._kept)
+                self._changed.release()
+                try:
+                    self._write(raw)
+                finally:
+                    self._changed.acquire()
+                self._durable, self._late = version, False
+                self._changed.notify_all()
+            self._writes = False
 
     def _read(self) -> _Kept:
         try:
@@ -114,10 +148,7 @@ class HighestIds:
             finally:
                 os.close(folder)
         except OSError as error:
-            log.warning(
-                "%s/%s cannot be written: %s; after a restart a store that goes back in time is not noticed",
-                self._folder, self._name, error.strerror,
-            )  # fmt: skip
+            log.warning("%s/%s cannot be written: %s; %s", self._folder, self._name, error.strerror, _NOT_NOTICED)
 
 
 def _open_folder(path: str) -> int:

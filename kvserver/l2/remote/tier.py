@@ -303,7 +303,8 @@ class RemoteTier:
                 self._fail(ticket.kind in _WRITES, result)
         elif result.answered:
             if ticket.kind in _WRITES:
-                self._writes.succeeded()
+                if result.bytes or ticket.kind in ("clear", "touch"):  # else the store had it, or may have removed nothing
+                    self._writes.succeeded()
             else:
                 self._breaker.succeeded()
                 self._failures.answered()
