@@ -303,7 +303,10 @@ class RemoteTier:
                 self._fail(ticket.kind in _WRITES, result)
         elif result.answered:
             if ticket.kind in _WRITES:
-                if result.bytes or ticket.kind in ("clear", "touch"):  # else the store had it, or may have removed nothing
+                if result.bytes or ticket.kind in (
+                    "clear",
+                    "touch",
+                ):  # else the store had it, or may have removed nothing
                     self._writes.succeeded()
             else:
                 self._breaker.succeeded()
