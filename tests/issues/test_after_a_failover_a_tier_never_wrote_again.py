@@ -173,7 +173,7 @@ def test_a_tier_that_takes_no_writes_is_probed() -> None:
 
 
 def test_puts_of_what_the_store_has_prove_nothing() -> None:
-    """Beside them three refused ones in a row never came, and the tier was ready."""
+    """Beside them three refused ones in a row were never met, and the tier was ready."""
     rig = Rig()
     try:
         rig.ends.until("ready")

@@ -43,7 +43,7 @@ class Generations:
         self._unwritten: dict[bytes, int] = {}  # scopes that were cleared, and the number of the clear
         self._replaced: set[bytes] = (
             set()
-        )  # those of them of which the store has an older id, and nobody cleared them here
+        )  # those of them of which the store has an older id, and which were not cleared here
         self._clears = 0
         self._warnings: dict[bytes, str] = {}  # by scope: why the id written last may be lost
         self._seen: dict[bytes, int] = {}  # by namespace: the generation that of() returned last
