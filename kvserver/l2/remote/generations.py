@@ -41,9 +41,7 @@ class Generations:
         self._lock = threading.Lock()  # never kept during I/O: the loop needs it
         self._ids: dict[bytes, tuple[bytes, int]] = {}  # by scope: the id, and when it expires, in ns
         self._unwritten: dict[bytes, int] = {}  # scopes that were cleared, and the number of the clear
-        self._replaced: set[bytes] = (
-            set()
-        )  # those of them of which the store has an older id, and which were not cleared here
+        self._replaced: set[bytes] = set()  # of them those that were not cleared: the store has an older id
         self._clears = 0
         self._warnings: dict[bytes, str] = {}  # by scope: why the id written last may be lost
         self._seen: dict[bytes, int] = {}  # by namespace: the generation that of() returned last
