@@ -424,7 +424,7 @@ MUTANTS = (
     ),
     Mutant(
         "puts of what the store has reset the count of refused ones",
-        REMOTE_TIER, "RemoteTier._apply", 'if result.bytes or ticket.kind in ("clear", "touch"):', "if True:", (FAILOVER,),
+        REMOTE_TIER, "RemoteTier._apply", "if result.bytes or ticket.kind in _PROOFS:", "if True:", (FAILOVER,),
     ),
     Mutant(
         "a reader that saw an older id never believes the store again",

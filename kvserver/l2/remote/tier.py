@@ -38,6 +38,7 @@ _LEAST_CONTROL_SECONDS = 5.0  # for clears and for what the tier does by itself
 _MOST_TOUCHED = 4096  # objects between two ticks
 
 _WRITES = {"put", "drop", "touch", "clear"}  # jobs
+_PROOFS = {"touch", "clear"}  # whose end as done shows that the store takes writes
 
 _CLOSED = Result(TierOutcome.UNAVAILABLE, what="the tier is closed")
 
@@ -303,10 +304,7 @@ class RemoteTier:
                 self._fail(ticket.kind in _WRITES, result)
         elif result.answered:
             if ticket.kind in _WRITES:
-                if result.bytes or ticket.kind in (
-                    "clear",
-                    "touch",
-                ):  # else the store had it, or may have removed nothing
+                if result.bytes or ticket.kind in _PROOFS:  # else the store had it, or may have removed nothing
                     self._writes.succeeded()
             else:
                 self._breaker.succeeded()
