@@ -62,6 +62,15 @@ def test_the_newly_computed_one_is_written_to_other_pages(rig: FileRig, disk: Fa
     assert rig.tier.state == "ready"
 
 
+def test_what_was_written_to_other_pages_is_not_written_again(rig: FileRig, disk: FaultyDisk) -> None:
+    rig.put(name_of(0), SIZE)
+    fail_to_read(rig, disk, 0)
+    rig.put(name_of(0), SIZE)
+    used = rig.written().tier.status().used_bytes
+    rig.put(name_of(0), SIZE)
+    assert (rig.tier.status().written_objects, rig.written().tier.status().used_bytes) == (2, used)
+
+
 def test_after_the_second_failure_it_is_dropped_and_a_restart_uses_its_pages_again(
     tmp_path: Path, rig: FileRig, disk: FaultyDisk
 ) -> None:
