@@ -112,7 +112,7 @@ class ListenGate:
         return ready if self._closing not in ready else None
 
     def _read_report(self) -> bool:
-        """Whether libzmq has accepted, or failed to."""
+        """True if the report is the end of an accept: libzmq has a connection, or failed to get one."""
         report = parse_monitor_message(self._reports.recv_multipart(zmq.NOBLOCK))
         if report["event"] == zmq.EVENT_LISTENING:
             self._gate(report)

@@ -1,4 +1,7 @@
-"""What happened in the server, as typed events, the bus that hands them to subscribers, the runner of its queue, and the files that such threads write."""
+"""Typed events of the server, and the bus that hands them to subscribers.
+
+Also what subscribers with a thread of their own need: a bounded queue (`runner`) and files that log rotation may move away (`appended_file`).
+"""
 
 from kvserver.events.appended_file import AppendedFile
 from kvserver.events.bus import Bus, Subscriber

@@ -48,7 +48,7 @@ class ObjectFailures:
         self._in_a_row.clear()
 
     def forget(self, name: ObjectName) -> None:
-        """It was read, dropped or lies elsewhere."""
+        """The object was read or dropped."""
         self._failed.pop(name, None)
 
     def shown(self, found: int, namespace: bytes, group: int, keys: bytes, now_ns: int) -> int:

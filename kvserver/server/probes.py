@@ -29,7 +29,7 @@ _WEIGHT = 1 / 8  # of the last probe in what probes find
 
 @dataclass(slots=True)
 class ProbeWorth:
-    """What probes of one tier took and found."""
+    """Times and finds of the last probes of one tier."""
 
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_LAST))
     found: float = 0.0  # chunks; a fading mean, as is the next one
@@ -43,7 +43,7 @@ class ProbeWorth:
         self.unknown += (unknown - self.unknown) * _WEIGHT
 
     def is_waited_for(self, tokens: int, speed: float) -> bool:
-        """Whether a request waits that has so many tokens to compute at this speed; 0: not known."""
+        """True if a request waits that has so many tokens to compute at this speed; 0: not known."""
         if len(self.seconds) < _LAST or min(self.seconds) <= _SHORT_SECONDS:
             return True
         share = self.found / self.unknown

@@ -77,6 +77,7 @@ class TieredWalk(Walk):
             self.hang_disk: 2,
             self.hang_sync: 2,
             self.fill_disk: 2,
+            self.lose_data: 2,
             self.go_on: 10,
             self.forget: 3,
             self.go_back: 6,
@@ -184,8 +185,14 @@ class TieredWalk(Walk):
         self.counts["full disks"] += 1
         self.world.disk.errors["write"] = errno.ENOSPC
 
+    def lose_data(self) -> None:
+        self.counts["lost files"] += 1
+        self.world.storage.lose_data()
+        self.world.pass_time(1.0)
+
     def go_on(self) -> None:
         self.world.storage.store.hang(False)
+        self.world.storage.put_back()
         self.world.storage.store.read_only = False
         self.world.disk.go_on()
 
@@ -264,5 +271,16 @@ def test_a_random_walk_over_l1_and_l2_agrees_with_a_plain_dict(
             walk()
     assert met(), counts
     assert min(counts[name] for name in ("stored", "loaded", "fills", "filled hits", "adopted")) > 20, counts
-    often = ("faults", "hangs", "hung syncs", "full disks", "flips", "old ids", "refused writes", "daemons", "clears")
+    often = (
+        "faults",
+        "hangs",
+        "hung syncs",
+        "full disks",
+        "lost files",
+        "flips",
+        "old ids",
+        "refused writes",
+        "daemons",
+        "clears",
+    )
     assert min(counts[name] for name in often) > 3, counts

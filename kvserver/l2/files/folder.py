@@ -66,7 +66,7 @@ class DataFile:
 
 
 class _Head(NamedTuple):
-    """What the data file's first page states; zeros if there is none."""
+    """The fields of the data file's first page; zeros if there is none."""
 
     id: int = 0
     page_bytes: int = 0
@@ -219,7 +219,7 @@ class Folder:
             ) from None
 
     def _used_bytes(self) -> int:
-        """What its files use of the file system."""
+        """Bytes that the tier's files use of the file system."""
         used = 0
         for name in (_DATA, *_OTHERS):
             with suppress(FileNotFoundError):

@@ -136,7 +136,7 @@ class FileRecords:
         return pages <= self.pool.pages - HEAD_PAGES
 
     def allocate(self, pages: int) -> bytes | None:
-        """None if there is no space for so many pages, or for one more entry of the journal."""
+        """Extents of so many pages; None if there is no space for them, or for one more entry of the journal."""
         return None if self._journal_is_full() else self.pool.allocate_pages(pages)
 
     def _journal_is_full(self) -> bool:
@@ -176,6 +176,7 @@ class FileRecords:
 
     def _release(self, extents: bytes) -> None:
         """The record left the index. Its pages are free after its gets and its drop's entry."""
+        self.unreadable.discard(extents)
         if extents in self._reads:
             self._read_and_freed.add(extents)
         elif self._writer is not None:

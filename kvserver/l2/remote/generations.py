@@ -153,7 +153,7 @@ class Generations:
         return [ids[scope] for scope in scopes]
 
     def reads(self, client: StoreClient) -> bool:
-        """Whether the store has the id of everything. StoreError unless it answers."""
+        """True if the store has the id of everything. StoreError unless it answers."""
         return client.read_ids([self._names.of_id(b"")]) != [None]
 
     def create(self, client: StoreClient) -> None:

@@ -45,7 +45,7 @@ def new_id(above: bytes) -> bytes:
 
 
 def meaning_of(id: bytes) -> bytes:
-    """What a generation is a digest of. An id of an earlier version means what it did there: its objects stay."""
+    """The bytes of an id that a generation is a digest of. An id of an earlier version keeps its meaning there, so its objects stay."""
     return id.removeprefix(bytes(_NUMBER_BYTES))
 
 
@@ -91,7 +91,7 @@ class HighestIds:
                 self._wait_for_disk(self._version)
 
     def _counts(self, scope: bytes, id: bytes) -> bool:
-        """Whether it is above what is known. Where there is no room, one that the floor allows for all scopes is not kept."""
+        """True if the id is above the known one. Where there is no room, an id that the floor allows for all scopes is not kept."""
         kept = self._kept
         if scope in kept.ids or len(kept.ids) < _MOST_SCOPES:
             return id > kept.ids.get(scope, b"")

@@ -199,7 +199,7 @@ class Lanes(Generic[R]):
                 self._end_outside(job, result)
 
     def reconnect(self) -> None:
-        """Each lane makes another client for its next job: the old ones may lead to a server that is none any more."""
+        """Give each lane another client for its next job. The present ones may be connected to what was the primary."""
         with self._lock:
             self._connections += 1
 
@@ -294,7 +294,7 @@ class Lanes(Generic[R]):
         return []
 
     def _give_time(self, jobs: Sequence[Job[R]], size: int, now_ns: int) -> None:
-        """What moves is not cut off for what it waited before. A get stays due: its request waits. REQUIRES: the lock."""
+        """Extend the deadlines of a command that writes, whatever it waited before. A get stays due: its request waits. REQUIRES: the lock."""
         if size and not jobs[0].reads:
             deadline_ns = now_ns + int(self._seconds_for(size) * 1e9)
             for job in jobs:

@@ -69,7 +69,7 @@ class MooncakeUrl:
         }
 
     def environment(self, size: int) -> dict[str, str]:
-        """What the library reads from there: limits of its waits, and silence. `size`: bytes of the largest request."""
+        """Variables that the library reads: limits of its waits, and silence. `size`: bytes of the largest request."""
         milliseconds = str(max(1, int(self.timeout_seconds * 1000)))
         return {
             "MC_RPC_TIMEOUT_MS": milliseconds,

@@ -20,7 +20,7 @@ class Names:
         return f"{self._root}/{name.namespace.hex()}/{generation:016x}/{name.group}/{name.key.hex()}"
 
     def of_ping(self) -> str:
-        """Where a few bytes are written to find out whether the store takes writes."""
+        """Name of the few bytes that a ping writes, to find out whether the store takes writes."""
         return f"{self._root}/generations/ping"
 
     def of_id(self, scope: bytes) -> str:

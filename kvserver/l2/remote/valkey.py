@@ -232,7 +232,7 @@ class _ValkeyClient:
             raise (_tls_failure(url) if url.tls else None) or error from None
 
     def _unacknowledged(self, name: str) -> str:
-        """Whether the server has replicas, none of which has what was written last."""
+        """True if the server has replicas, none of which has what was written last."""
         route = [self._glide.SlotKeyRoute(self._glide.SlotType.PRIMARY, name)] if self._is_cluster else []
         try:
             found: bytes = self._client.info([self._glide.InfoSection.REPLICATION], *route)
@@ -251,7 +251,7 @@ class _ValkeyClient:
         return found.decode()
 
     def _largest_value(self) -> int:
-        """What the server takes: it hangs up on a larger one. The default where the user may not ask."""
+        """Bytes of the largest value that the server takes; it hangs up on a larger one. The default where the user may not ask."""
         try:
             found = self._client.config_get([_LARGEST_VALUE])
         except self._glide.RequestError:

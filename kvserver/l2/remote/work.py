@@ -206,7 +206,7 @@ class StoreWork:
         return answer(TierOutcome.DONE, what=self._generations.warning(scope))
 
     def ping(self, lane: Lane) -> Result:
-        """Whether the store answers, and unless the tier is read-only whether it takes writes."""
+        """Find out whether the store answers and, unless the tier is read-only, takes writes."""
         present = self._generations.reads(lane.client)
         if self._read_only:
             return answer(TierOutcome.DONE)
