@@ -16,6 +16,7 @@ import math
 import os
 import queue
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -85,6 +86,7 @@ class Server:
         self.rpc = self._replies.rpc
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._wake).atexit = False  # a signal may wake a loop that has ended
         self._stopping = False
         self.started = time.monotonic()
         self.turns = Histogram(WAIT_SECONDS)

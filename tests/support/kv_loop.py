@@ -162,8 +162,10 @@ class Loop:
         """Turns of the loop until the resync is complete and all events are handled."""
 
         def is_complete() -> bool:
-            self.handle_events()  # so that there is room
-            more = self.resync.step() | self.l2_events.step()
+            more = False
+            for step in (self.resync.step, self.l2_events.step):
+                self.handle_events()  # or a resync without room looks as if it had ended
+                more |= step()
             self.handle_events()
             return not more and not self.bus.needs_resync
 
