@@ -19,6 +19,7 @@ from kvserver import __version__
 from kvserver.cache import Cache
 from kvserver.config import Placement, Settings, parse_otlp_endpoint, parse_size
 from kvserver.copy import Devices, Tickets
+from kvserver.engines import EngineReports, Instances, Lifelines, Ticket, Workers
 from kvserver.events import NAMES, Bus, LookupEnded, Subscriber
 from kvserver.kv_events import (
     Feed,
@@ -35,32 +36,18 @@ from kvserver.protocol.status import AccountingStatus, DaemonStatus, InstanceSta
 from kvserver.replay import Recorder, make_recorder
 from kvserver.routing import make_index
 from kvserver.server import (
-    Ages,
-    ConfiguredTier,
     Copies,
     Endpoint,
-    EngineReports,
-    Fills,
     Handlers,
-    Instances,
     L1Lookups,
-    L2Events,
-    Lifelines,
     Loads,
-    Presence,
-    ReadRates,
     Server,
-    Spill,
     Stores,
-    Ticket,
-    Tiers,
     Upkeep,
-    Workers,
     connects_status,
     departed_status,
     instance_status,
     l1_status,
-    resync_of_l1,
     take_sample,
     totals_status,
 )
@@ -73,6 +60,17 @@ from kvserver.telemetry import (
     RpcCounts,
     WhatIfCurve,
     all_families,
+)
+from kvserver.tiering import (
+    Ages,
+    ConfiguredTier,
+    Fills,
+    L2Events,
+    Presence,
+    ReadRates,
+    Spill,
+    Tiers,
+    resync_of_l1,
 )
 
 if TYPE_CHECKING:
@@ -209,7 +207,9 @@ class Parts:
         l2_events = L2Events(tiers_of_l2.local, bus, clock)
         self.stores = Stores(cache, copies, bus, self.spill, l2_events)
         loads = Loads(cache, copies, bus, self.spill, fills)
-        self.workers = Workers(settings, cache, devices, self.tickets, instances, lifelines, fills, bus, clock)
+        self.workers = Workers(
+            settings, cache, devices, self.tickets, instances, lifelines, fills.end_of_instance, bus, clock
+        )
         self.upkeep = Upkeep(
             cache,
             devices,
@@ -247,7 +247,7 @@ class Parts:
             self.stores,
             loads,
             fills,
-            EngineReports(cache, fills, instances, bus, observability.block_lifecycle.unapplied, clock),
+            EngineReports(cache, fills.end, instances, bus, observability.block_lifecycle.unapplied, clock),
             self.upkeep,
             observability.feed,
         )

@@ -28,6 +28,8 @@ ORDER = [
     "telemetry",
     "kv_events",
     "routing",
+    "engines",
+    "tiering",
     "server",
     "parts",
     "bench",

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from msgspec import Struct
 
 from kvserver.cache import split_namespace
+from kvserver.engines import Instance
 from kvserver.protocol import Durability
-from kvserver.server.instances import Instance
 from kvserver.server.upkeep import Upkeep
 
 MOST_NAMESPACES = 64  # in one turn of the loop: each is looked for among all

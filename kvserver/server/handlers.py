@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from kvserver import __version__
+from kvserver.engines import EngineReports, Instances, Respond, Workers
 from kvserver.kv_events import Feed
 from kvserver.protocol import (
     OLDEST_PROTOCOL_VERSION,
@@ -40,15 +41,11 @@ from kvserver.protocol import (
 )
 from kvserver.server.clears import ClearRefusal, ClearRequest, Clears
 from kvserver.server.copy_checks import check_chunk, chunk_count
-from kvserver.server.fills import Fills
-from kvserver.server.instances import Instances
 from kvserver.server.loads import Loads
 from kvserver.server.lookups import L1Lookups
-from kvserver.server.reports import EngineReports
 from kvserver.server.stores import Stores
-from kvserver.server.tickets import Respond
 from kvserver.server.upkeep import Upkeep
-from kvserver.server.workers import Workers
+from kvserver.tiering import Fills
 
 
 @dataclass

@@ -6,14 +6,12 @@ from dataclasses import dataclass
 
 from kvserver.cache import Cache
 from kvserver.copy import Completion
+from kvserver.engines import LoadTicket, Respond, Worker
 from kvserver.events import Bus, ChunksLoaded
 from kvserver.protocol import Retrieve, Retrieved
 from kvserver.server.copies import Copies, failure
 from kvserver.server.copy_checks import group_of, load_blocks
-from kvserver.server.fills import Fills
-from kvserver.server.instances import Worker
-from kvserver.server.spill import Spill
-from kvserver.server.tickets import LoadTicket, Respond
+from kvserver.tiering import Fills, Spill
 
 
 @dataclass

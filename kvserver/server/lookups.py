@@ -20,12 +20,11 @@ from msgspec.structs import replace
 
 from kvserver.cache import Cache, LookupOutcome, MissReason, counted_in_l2
 from kvserver.copy import Devices
+from kvserver.engines import Instance, Instances
 from kvserver.events import Bus, LookupEnded
 from kvserver.protocol import KEY_BYTES, ErrorCode, KVServerError, Lookup, LookupReply, LookupTail
-from kvserver.server.ages import Ages
 from kvserver.server.copy_checks import check_chunk, check_tail, chunk_count
-from kvserver.server.instances import Instance, Instances
-from kvserver.server.presence import Presence
+from kvserver.tiering import Ages, Presence
 
 _MOST_OPEN = 1024  # the oldest are over then: each keeps its keys
 

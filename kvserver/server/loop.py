@@ -25,6 +25,7 @@ import msgspec
 import zmq
 from msgspec import Raw
 
+from kvserver.engines import Lifelines
 from kvserver.events import Bus
 from kvserver.protocol import (
     MOST_MESSAGE_BYTES,
@@ -40,7 +41,6 @@ from kvserver.protocol import (
 )
 from kvserver.protocol.status import DaemonStatus
 from kvserver.server.handlers import Handlers
-from kvserver.server.lifeline import Lifelines
 from kvserver.server.replies import Call, Replies
 from kvserver.server.upkeep import Upkeep
 from kvserver.telemetry import LOOP

@@ -11,10 +11,10 @@ from array import array
 from collections.abc import Sequence
 
 from kvserver.cache import Cache
+from kvserver.engines import Counts, Instances
 from kvserver.events import Bus
-from kvserver.server.instances import Counts, Instances
-from kvserver.server.tiers import ConfiguredTier
 from kvserver.telemetry import SOURCES, Rpc
+from kvserver.tiering import ConfiguredTier
 
 _COUNTED = (
     "lookup_tokens",

@@ -10,6 +10,7 @@ from msgspec.structs import asdict, replace
 from kvserver.cache import Cache, MissReason
 from kvserver.config import Placement
 from kvserver.copy import Devices
+from kvserver.engines import Counts, Disconnect, Instance, Instances
 from kvserver.protocol import block_bytes
 from kvserver.protocol.status import (
     ConnectsStatus,
@@ -22,7 +23,6 @@ from kvserver.protocol.status import (
     TotalsStatus,
     WorkerStatus,
 )
-from kvserver.server.instances import Counts, Disconnect, Instance, Instances
 from kvserver.telemetry import PHASES, Rpc
 
 

@@ -9,15 +9,12 @@ from dataclasses import dataclass, field, replace
 from kvserver._native import Outcome
 from kvserver.cache import Cache, StorePlan
 from kvserver.copy import Completion
-from kvserver.events import Bus, ChunksDescribed, ChunksEvicted, ChunksStored
+from kvserver.engines import Respond, StoreTicket, Worker, WorkerGroup
+from kvserver.events import Bus, ChunksDescribed, ChunksEvicted, ChunksStored, publish_evicted
 from kvserver.protocol import TOKEN_BYTES, Error, ErrorCode, KVServerError, Store, Stored
-from kvserver.server.chunk_events import publish_evicted
 from kvserver.server.copies import Copies, failure
 from kvserver.server.copy_checks import chunk_count, group_of, keys_at, own_places, store_blocks
-from kvserver.server.instances import Worker, WorkerGroup
-from kvserver.server.l2_events import L2Events
-from kvserver.server.spill import Spill
-from kvserver.server.tickets import Respond, StoreTicket
+from kvserver.tiering import L2Events, Spill
 
 log = logging.getLogger(__name__)
 

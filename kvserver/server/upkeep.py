@@ -15,19 +15,11 @@ from enum import Enum
 from kvserver._native import Outcome
 from kvserver.cache import Cache
 from kvserver.copy import Completion, Devices, Tickets
+from kvserver.engines import Disconnect, Lifeline, LoadTicket, MapTicket, StoreTicket, Ticket, UnmapTicket, Workers
 from kvserver.events import Bus, L1Cleared
-from kvserver.server.ages import Ages
-from kvserver.server.fills import Fills
-from kvserver.server.instances import Disconnect
-from kvserver.server.l2_events import L2Events
-from kvserver.server.lifeline import Lifeline
 from kvserver.server.loads import Loads
-from kvserver.server.resync import Resync
-from kvserver.server.spill import Spill
 from kvserver.server.stores import Stores
-from kvserver.server.tickets import LoadTicket, MapTicket, StoreTicket, Ticket, UnmapTicket
-from kvserver.server.tiers import Tiers
-from kvserver.server.workers import Workers
+from kvserver.tiering import Ages, Fills, L2Events, Resync, Spill, Tiers
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import pytest
 from support.filling import Filling, filling
 from support.worker import make_keys
 
-from kvserver.server import Fills, fills
+from kvserver.tiering import Fills, fills
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, f: Filling) -> list[tuple[int, int, int]]:

@@ -15,7 +15,7 @@ from unit.server.test_l2_events import Counting
 
 from kvserver.events import Bus
 from kvserver.l2 import TierOutcome
-from kvserver.server.l2_events import L2Events
+from kvserver.tiering.events import L2Events
 
 NAMES = [name_of(1, b"n" * 32), name_of(1, b"o" * 32), name_of(1, b"p" * 32)]
 

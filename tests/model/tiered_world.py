@@ -41,7 +41,7 @@ from kvserver.protocol import (
     LookupReply,
     Reply,
 )
-from kvserver.server import ConfiguredTier
+from kvserver.tiering import ConfiguredTier
 
 from .engines import Call, Engine, Model, Operation
 from .plain import Entry, Name, Slot

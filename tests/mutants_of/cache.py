@@ -20,7 +20,7 @@ INDEX_TESTS = ("unit/cache/test_index.py",)
 L1_MODELS_TESTS = ("unit/server/test_l1_models.py",)
 POLICY_TESTS = ("unit/cache/test_policies.py",)
 NAMESPACE_TESTS = ("unit/cache/test_namespace.py",)
-FILL_TESTS = ("unit/server/test_fills.py",)
+FILL_TESTS = ("unit/tiering/test_fills.py",)
 
 MUTANTS = (
     # ---- cache.py -----------------------------------------------------------------------------------

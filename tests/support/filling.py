@@ -12,7 +12,8 @@ from kvserver.copy import Devices
 from kvserver.l2 import ObjectName
 from kvserver.protocol import AwaitFill, LookupReply, ObjectGroup
 from kvserver.protocol.status import RequestsStatus
-from kvserver.server import Audit, ConfiguredTier
+from kvserver.server import Audit
+from kvserver.tiering import ConfiguredTier
 from support.daemon import wait_until
 from support.plain_tier import PlainTier
 from support.server import L1_BYTES, PAGE_BYTES, Running, running_server

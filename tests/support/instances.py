@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvserver.server.instances import Instances, Worker
+from kvserver.engines.instances import Instances, Worker
 
 from .registration import registration
 

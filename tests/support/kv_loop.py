@@ -20,13 +20,13 @@ from kvserver.events import (
     L1Cleared,
     L1Resynced,
 )
+from kvserver.events.chunk_events import publish_evicted
 from kvserver.kv_events import Hub, Tier
 from kvserver.kv_events.types import DirectEvent
 from kvserver.l2 import ObjectName
 from kvserver.protocol import ObjectGroup
-from kvserver.server.chunk_events import publish_evicted
-from kvserver.server.l2_events import L2Events
-from kvserver.server.resync import resync_of_l1
+from kvserver.tiering.events import L2Events
+from kvserver.tiering.resync import resync_of_l1
 
 from .daemon import wait_until
 from .kv_chunks import Prompt, Witness, scheduler

@@ -18,6 +18,9 @@ from kvserver._native import Outcome, PlaneTable, WordMapping
 from kvserver.cache import Cache
 from kvserver.config import Settings
 from kvserver.copy import Completion, Devices, Tickets
+from kvserver.engines.instances import Disconnect, Instances, Worker, WorkerGroup
+from kvserver.engines.lifeline import Lifeline, Lifelines
+from kvserver.engines.tickets import MapTicket, Respond, Ticket, UnmapTicket
 from kvserver.events import (
     Bus,
     InstanceDisconnected,
@@ -45,10 +48,6 @@ from kvserver.protocol import (
     planes_of,
 )
 from kvserver.protocol.status import RefusedEngineStatus
-from kvserver.server.fills import Fills
-from kvserver.server.instances import Disconnect, Instances, Worker, WorkerGroup
-from kvserver.server.lifeline import Lifeline, Lifelines
-from kvserver.server.tickets import MapTicket, Respond, Ticket, UnmapTicket
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +70,7 @@ class Workers:
     tickets: Tickets[Ticket]
     instances: Instances
     lifelines: Lifelines
-    fills: Fills
+    instance_ended: Callable[[str], None]  # its requests, by the instance's id
     bus: Bus
     clock: Callable[[], float] = time.monotonic
     mappings: int = 0  # open mappings of engine memory
@@ -237,7 +236,7 @@ class Workers:
         ended = self.instances.remove_worker(worker, self.clock(), reason)
         self.bus.publish(WorkerDisconnected(now_ns, *worker.identity))
         if ended is not None:
-            self.fills.end_of_instance(ended.instance_id)
+            self.instance_ended(ended.instance_id)
             self.cache.end_leases_of(ended.instance_id)
             died = reason is Disconnect.DIED
             self.bus.publish(InstanceDisconnected(now_ns, ended.instance_id, ended.model_name, died))

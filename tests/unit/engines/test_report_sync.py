@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvserver.server.report_sync import ReportSync
+from kvserver.engines.report_sync import ReportSync
 
 
 def reported(sync: ReportSync, sequence: int, now: float, full: bool = False) -> bool:

@@ -24,8 +24,8 @@ from kvserver.events import (
 )
 from kvserver.l2 import ObjectName
 from kvserver.protocol import KEY_BYTES
-from kvserver.server.l2_events import L2Events
 from kvserver.server.upkeep import Upkeep
+from kvserver.tiering.events import L2Events
 
 SPACES = (b"n" * 32, b"n" * 64, b"o" * 32)
 ACTIONS = ("put", "drop", "step", "flush", "clear", "lose", "state")

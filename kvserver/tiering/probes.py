@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 
 from kvserver.l2 import TierEnd, TierOutcome
 from kvserver.protocol import KEY_BYTES
-from kvserver.server.fill import Fill
-from kvserver.server.tiers import Tiers
+from kvserver.tiering.fill import Fill
+from kvserver.tiering.tiers import Tiers
 
 MOST_BESIDE = 8  # probes of one tier that no request waits for; further ones are left out
 _SHORT_SECONDS = 0.02  # of a probe: about one step of an engine, always waited for

@@ -7,8 +7,8 @@ from typing import Any
 from support.instances import add_worker
 
 from kvserver.cache import MissReason
+from kvserver.engines.instances import Counts, Instances
 from kvserver.protocol import DEPARTED_SECONDS, MOST_DEPARTED
-from kvserver.server.instances import Counts, Instances
 
 
 def serve(instances: Instances, worker: Any, lookups: int) -> None:

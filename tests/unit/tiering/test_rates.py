@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvserver.server.read_rates import MOST_READS, ReadRates, TierReads
+from kvserver.tiering.rates import MOST_READS, ReadRates, TierReads
 
 MIB = 1 << 20
 

@@ -24,12 +24,11 @@ from typing import TypeAlias
 from msgspec.structs import replace
 
 from kvserver.cache import Cache, Chunk
-from kvserver.l2 import ObjectName, TierEnd, TierOutcome
+from kvserver.l2 import Coverage, ObjectName, TierEnd, TierOutcome
 from kvserver.protocol import Durability
 from kvserver.protocol.status import TierStatus
-from kvserver.server.coverage import Coverage
-from kvserver.server.read_rates import ReadRates
-from kvserver.server.tiers import ConfiguredTier, Tiers
+from kvserver.tiering.rates import ReadRates
+from kvserver.tiering.tiers import ConfiguredTier, Tiers
 
 MOST_QUEUED = 1 << 16  # objects of each tier
 _MOST_PUTS = 16  # under way at a time, and

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from kvserver._native import check_records, unpack_blocks
 from kvserver.cache import Cache
+from kvserver.engines.instances import Instance, Instances
 from kvserver.events import BlockReport, Bus, RequestEnded
 from kvserver.protocol import (
     CONTENT_BYTES,
@@ -28,8 +29,6 @@ from kvserver.protocol import (
     ReportBlockAllocations,
     ReportedBlocks,
 )
-from kvserver.server.fills import Fills
-from kvserver.server.instances import Instance, Instances
 from kvserver.telemetry import MOST
 
 _LEAST_SPEED = 0.001  # tokens a second; a speed beyond these is not used: times computed from it would be infinite
@@ -39,7 +38,7 @@ _MOST_SPEED = 1e12
 @dataclass
 class EngineReports:
     cache: Cache
-    fills: Fills
+    end_fill: Callable[[tuple[str, str]], int]  # of (instance id, request id); returns the tokens that it read
     instances: Instances
     bus: Bus
     unapplied: set[str]  # the event thread adds instances whose report it could not apply; they are removed here
@@ -73,7 +72,7 @@ class EngineReports:
         instance.counts.ended_requests += 1
         if _LEAST_SPEED <= request.prefill_tokens_per_second <= _MOST_SPEED:
             instance.reported_speed(request.prefill_tokens_per_second)
-        of_fills = self.fills.end((request.instance_id, request.request_id))
+        of_fills = self.end_fill((request.instance_id, request.request_id))
         self.cache.end_lease((request.instance_id, request.request_id))
         local = min(request.local_tokens, request.prompt_tokens)
         loaded = min(request.loaded_tokens, request.prompt_tokens - local)

@@ -10,11 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvserver.cache import Chunk, StorePlan
+from kvserver.engines import Instance, Respond, Worker
+from kvserver.l2 import Coverage
 from kvserver.protocol import Durability, Lookup
-from kvserver.server.coverage import Coverage
-from kvserver.server.instances import Instance, Worker
-from kvserver.server.presence import Attainable, MissingObjects
-from kvserver.server.tickets import Respond
+from kvserver.tiering.presence import Attainable, MissingObjects
 
 BATCH = 16  # objects that become READY together
 

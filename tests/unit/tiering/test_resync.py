@@ -10,7 +10,7 @@ from support.worker import make_keys
 
 from kvserver.cache import one_group
 from kvserver.events import ErrorSent, L1Resynced
-from kvserver.server.resync import SLICE
+from kvserver.tiering.resync import SLICE
 
 SPACES = [b"a" * 32, b"a" * 32 + b"lora" * 8, b"b" * 32]
 

@@ -28,7 +28,11 @@ from kvserver.cache import (
     tails_of,
     with_variant,
 )
+from kvserver.engines.engine_stats import EngineStats
+from kvserver.engines.lifeline import Lifeline
+from kvserver.engines.report_sync import ReportSync
 from kvserver.events import InstanceDescribed
+from kvserver.l2 import Coverage, coverages_of
 from kvserver.protocol import (
     DEPARTED_SECONDS,
     MOST_DEPARTED,
@@ -42,10 +46,6 @@ from kvserver.protocol import (
     planes_of,
 )
 from kvserver.protocol.status import RequestCounts
-from kvserver.server.coverage import Coverage, coverages_of
-from kvserver.server.engine_stats import EngineStats
-from kvserver.server.lifeline import Lifeline
-from kvserver.server.report_sync import ReportSync
 from kvserver.telemetry import Benefit, LoadWaits
 
 _MAX_VARIANTS = 4096  # per instance, remembered digests

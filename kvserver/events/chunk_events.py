@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 
 from kvserver.cache import GroupObjects, StorePlan, chunks_of
-from kvserver.events import Bus, ChunksEvicted
+from kvserver.events.bus import Bus
+from kvserver.events.types import ChunksEvicted
 from kvserver.protocol import KEY_BYTES
 
 

@@ -1,20 +1,18 @@
-"""Mutants of `kvserver/server`: who is connected."""
+"""Mutants of `kvserver/engines`."""
 
 from __future__ import annotations
 
 from support.mutation import Mutant
 
-LIFELINE = "kvserver/server/lifeline.py"
-ENDPOINT = "kvserver/server/endpoint.py"
-PATHS = "issues/test_paths_once_bound_were_trusted_for_ever.py"
-INSTANCES = "kvserver/server/instances.py"
-WORKERS = "kvserver/server/workers.py"
+LIFELINE = "kvserver/engines/lifeline.py"
+INSTANCES = "kvserver/engines/instances.py"
+WORKERS = "kvserver/engines/workers.py"
 FORKED = "issues/test_a_forked_child_hid_its_parents_death.py"
 DYING = "issues/adapters/test_a_dying_daemons_writes_were_over_at_its_end_of_file.py"
 REFUSALS = "unit/server/test_refusals.py"
 PAGE_TESTS = ("daemon/test_page_data.py",)
-FILL_TESTS = ("unit/server/test_fill_speed.py",)
-SPILL_TESTS = ("unit/server/test_spill.py",)
+FILL_TESTS = ("unit/tiering/test_fill_speed.py",)
+SPILL_TESTS = ("unit/tiering/test_spill.py",)
 
 MUTANTS = (
     # ---- instances.py -------------------------------------------------------------------------------
@@ -49,7 +47,7 @@ MUTANTS = (
     Mutant(
         "totals forget the disconnected instances",
         INSTANCES, "Instances._forget", "self._forgotten.add(self.departed.pop(name).counts)",
-        "self.departed.pop(name)", ("unit/server/test_departed.py",),
+        "self.departed.pop(name)", ("unit/engines/test_departed.py",),
     ),
     Mutant(
         "what only one start of an engine can use is written",
@@ -63,12 +61,6 @@ MUTANTS = (
     Mutant(
         "a new engine does not know how fast the last one was",
         INSTANCES, "Instance.expected_speed", "self.speeds.of(self.namespace)", "0.0", FILL_TESTS,
-    ),
-    # ---- socket files ----------------------------------------------------------------------------
-    Mutant(
-        "two daemons serve one endpoint after its folder was removed",
-        ENDPOINT, "Endpoint.keep_bound", "if not _is_at(self._lock_path, self._lock):", "if False:",
-        (f"{PATHS}::test_what_was_removed_is_bound_again_and_engines_stay_connected",),
     ),
     # ---- lifeline.py --------------------------------------------------------------------------------
     Mutant(
@@ -94,27 +86,27 @@ MUTANTS = (
     Mutant(
         "any token will do",
         LIFELINE, "Lifelines._attach", "if decode_attach(raw).token != self.token:", "if not decode_attach(raw).token:",
-        ("unit/server/test_lifeline.py",),
+        ("unit/engines/test_lifeline.py",),
     ),
     Mutant(
         "descriptors that the kernel left out are not missed",
         LIFELINE, "Lifelines._attach", "cut = flags & socket.MSG_CTRUNC", "cut = 0",
-        ("unit/server/test_lifeline.py::test_too_many_descriptors_are_refused_and_closed",),
+        ("unit/engines/test_lifeline.py::test_too_many_descriptors_are_refused_and_closed",),
     ),
     Mutant(
         "an attachment serves many registrations",
         LIFELINE, "Lifelines.unused", " or lifeline.registration is not None", "",
-        ("unit/server/test_lifeline.py::test_an_attachment_serves_one_registration",),
+        ("unit/engines/test_lifeline.py::test_an_attachment_serves_one_registration",),
     ),
     Mutant(
         "descriptors that no worker claimed stay open",
         LIFELINE, "Lifelines.close", "os.close(fd)", "pass",
-        ("unit/server/test_lifeline.py::test_descriptors_that_no_worker_claims_are_closed_with_their_connection",),
+        ("unit/engines/test_lifeline.py::test_descriptors_that_no_worker_claims_are_closed_with_their_connection",),
     ),
     Mutant(
         "descriptors that come after Attach stay open",
         LIFELINE, "Lifelines.read", "os.close(extra)", "pass",
-        ("unit/server/test_lifeline.py::test_what_comes_after_attach_is_ignored",),
+        ("unit/engines/test_lifeline.py::test_what_comes_after_attach_is_ignored",),
     ),
     Mutant(
         "a process that left a child is not seen to be dead",
@@ -134,6 +126,13 @@ MUTANTS = (
         "a connection without a worker takes the daemon's last descriptors",
         LIFELINE, "Lifelines.accept", "if not has_free_descriptors(FOR_ENGINES):", "if False:",
         ("daemon/test_bad_input.py::test_a_daemon_without_free_descriptors_refuses_connections_and_serves_on",),
+    ),
+    # ---- reports.py ---------------------------------------------------------------------------------
+    Mutant(
+        "the daemon's memory of fills, which ends with leases, counts more than what the engine states",
+        "kvserver/engines/reports.py", "EngineReports.end_request",
+        "of_fills if request.l2_tokens is None else request.l2_tokens", "of_fills",
+        ("issues/adapters/test_what_a_long_request_loaded_from_l2_counted_as_l1s.py",),
     ),
     # ---- workers.py ---------------------------------------------------------------------------------
     Mutant(

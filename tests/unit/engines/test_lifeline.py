@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from kvserver.config import SocketFile
+from kvserver.engines import Lifelines
 from kvserver.protocol import (
     PROTOCOL_VERSION,
     Attach,
@@ -22,7 +23,6 @@ from kvserver.protocol import (
     decode_attach_reply,
     encode,
 )
-from kvserver.server import Lifelines
 
 ATTACH = encode(Attach(token="token"))
 

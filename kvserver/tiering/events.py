@@ -20,8 +20,8 @@ from itertools import groupby
 from kvserver.events import Bus, L2Cleared, L2Removed, L2Resynced, L2Stored, ResyncPart
 from kvserver.l2 import READABLE, LocalTier, ObjectName
 from kvserver.protocol import KEY_BYTES
-from kvserver.server.presence import keys_of
-from kvserver.server.resync import Resync
+from kvserver.tiering.presence import keys_of
+from kvserver.tiering.resync import Resync
 
 _SHARE = 8  # of the queue of events: what a tier has may be as much as 300 MB of keys
 

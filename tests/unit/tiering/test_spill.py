@@ -20,7 +20,8 @@ from kvserver.l2 import TierEnd, TierOutcome
 from kvserver.l2.base import State
 from kvserver.protocol import Clear, Cleared, Durability, ObjectGroup
 from kvserver.protocol.status import TierStatus
-from kvserver.server import Audit, spill
+from kvserver.server import Audit
+from kvserver.tiering import spill
 
 
 class Spilling(NamedTuple):

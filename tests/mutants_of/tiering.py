@@ -1,37 +1,36 @@
-"""Mutants of `kvserver/server`: what moves between L1 and L2."""
+"""Mutants of `kvserver/tiering`."""
 
 from __future__ import annotations
 
 from support.mutation import Mutant
 
-L2_EVENTS = "kvserver/server/l2_events.py"
+L2_EVENTS = "kvserver/tiering/events.py"
 CONSUMERS = ("model/test_kv_events.py",)
 WHAT_IF_DAEMON = ("daemon/test_what_if.py",)
-FILLS = "kvserver/server/fills.py"
+FILLS = "kvserver/tiering/fills.py"
 TURN_TESTS = ("issues/test_a_fill_was_the_work_of_one_turn.py",)
 ROOM_TESTS = ("issues/test_a_fill_without_room_held_up_all_that_had_room.py",)
 INCOMPLETE_TESTS = ("issues/test_a_fill_waited_for_an_object_that_no_store_completed.py",)
-SPILL = "kvserver/server/spill.py"
-PRESENCE = "kvserver/server/presence.py"
-PROBES = "kvserver/server/probes.py"
+SPILL = "kvserver/tiering/spill.py"
+PRESENCE = "kvserver/tiering/presence.py"
+PROBES = "kvserver/tiering/probes.py"
 PROBE_TESTS = (
-    "unit/server/test_probes.py",
+    "unit/tiering/test_probes.py",
     "issues/test_a_slow_shared_store_cost_each_cold_prompt_its_latency.py",
 )
-READ_RATES = "kvserver/server/read_rates.py"
+READ_RATES = "kvserver/tiering/rates.py"
 FILL_TESTS = (
-    "unit/server/test_fills.py",
-    *(f"unit/server/test_fill_{subject}.py" for subject in ("ends", "space", "speed", "tiers", "counts")),
+    "unit/tiering/test_fills.py",
+    *(f"unit/tiering/test_fill_{subject}.py" for subject in ("ends", "space", "speed", "tiers", "counts")),
 )
-PARENTS = "issues/test_a_prompt_stored_in_several_messages_left_l2_from_its_start.py"
-SPILL_TESTS = ("unit/server/test_spill.py",)
-RATE_TESTS = ("unit/server/test_read_rates.py",)
+SPILL_TESTS = ("unit/tiering/test_spill.py",)
+RATE_TESTS = ("unit/tiering/test_rates.py",)
 
 MUTANTS = (
     # ---- ages.py ------------------------------------------------------------------------------------
     Mutant(
         "the beginning of a long prompt is older than its end",
-        "kvserver/server/ages.py", "Ages.step", "first = max(0, prompt.chunks - left)", "first = 0", SPILL_TESTS,
+        "kvserver/tiering/ages.py", "Ages.step", "first = max(0, prompt.chunks - left)", "first = 0", SPILL_TESTS,
     ),
     # ---- fills.py -----------------------------------------------------------------------------------
     Mutant(
@@ -146,20 +145,20 @@ MUTANTS = (
         "what was read for a request may be evicted before its answer",
         FILLS, "Fills._batch_ended", "self._pin(fill, ready)", "pass", FILL_TESTS,
     ),
-    # ---- l2_events.py -------------------------------------------------------------------------------
+    # ---- events.py ----------------------------------------------------------------------------------
     Mutant(
         "an object that two tiers hold is removed with the first of them",
-        L2_EVENTS, "L2Events._changed", "elif not elsewhere:", "else:", ("unit/server/test_l2_events.py",),
+        L2_EVENTS, "L2Events._changed", "elif not elsewhere:", "else:", ("unit/tiering/test_events.py",),
     ),
     Mutant(
         "a resync of L2 names again what has changed meanwhile",
         L2_EVENTS, "L2Events._unnamed", " and ObjectName(namespace, group, key) not in self._published", "",
-        ("unit/server/test_l2_events.py",),
+        ("unit/tiering/test_events.py",),
     ),
     Mutant(
         "a resync of L2 names what two tiers hold twice",
         L2_EVENTS, "L2Events._unnamed", "named = self._holds(walked, namespace, group, keys)", "named = 0",
-        ("unit/server/test_l2_events.py",),
+        ("unit/tiering/test_events.py",),
     ),
     Mutant(
         "a tier that cannot be read any more stays announced",
@@ -215,7 +214,7 @@ MUTANTS = (
         "what probes found does not count",
         PROBES, "ProbeWorth.is_waited_for", "tokens * max(share, _LEAST_SHARE)", "tokens", PROBE_TESTS,
     ),
-    # ---- read_rates.py ------------------------------------------------------------------------------
+    # ---- rates.py -----------------------------------------------------------------------------------
     Mutant(
         "reads that other fills wait for are not counted",
         READ_RATES, "_Tier.expected_seconds", " + self.queued_bytes", "", RATE_TESTS,
@@ -286,27 +285,19 @@ MUTANTS = (
         SPILL, "Spill._put_next", "item.number <= queue.lost.get(name._replace(key=item.parent), 0)",
         "name._replace(key=item.parent) in queue.lost", ("issues/test_a_dropped_parent_kept_its_children_out_of_l2.py",),
     ),
-    Mutant(
-        "each message of a prompt begins a chain of its own in a tier",
-        "kvserver/server/stores.py", "Stores._publish_ready", 'ticket.request.after or b""', 'b""', (PARENTS,),
-    ),
-    Mutant(
-        "a chunk behind those that L1 had has no parent",
-        "kvserver/server/stores.py", "Stores._publish_ready", "ticket.plan.prefix, after", "ready, after", (PARENTS,),
-    ),
     Mutant("a write limit is ignored", SPILL, "Spill._may_put", "queue.credit > 0", "True", SPILL_TESTS),
     # ---- tiers.py -----------------------------------------------------------------------------------
     Mutant(
         "an object is in a tier that outlives those who can find it",
-        "kvserver/server/tiers.py", "ConfiguredTier.admits",
+        "kvserver/tiering/tiers.py", "ConfiguredTier.admits",
         "Durability.ANYWHERE if self.tier.shared else Durability.MACHINE", "Durability.MACHINE", SPILL_TESTS,
     ),
     Mutant(
         "a tier is searched for what it may not have",
-        "kvserver/server/tiers.py", "Tiers.present", " if each.admits(durability) else 0", "", FILL_TESTS,
+        "kvserver/tiering/tiers.py", "Tiers.present", " if each.admits(durability) else 0", "", FILL_TESTS,
     ),
     Mutant(
         "a shared tier is probed for what it may not have",
-        "kvserver/server/tiers.py", "Tiers.unknown_to", " and each.admits(durability)", "", FILL_TESTS,
+        "kvserver/tiering/tiers.py", "Tiers.unknown_to", " and each.admits(durability)", "", FILL_TESTS,
     ),
 )  # fmt: skip

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvserver.engines.engine_stats import TOTALS, EngineStats
 from kvserver.protocol import EngineLoad
-from kvserver.server.engine_stats import TOTALS, EngineStats
 
 
 def message(**fields: Any) -> EngineLoad:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvserver.server.probes import ProbeWorth
+from kvserver.tiering.probes import ProbeWorth
 
 SPEED = 10_000.0  # tokens a second
 

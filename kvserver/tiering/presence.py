@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvserver.cache import Cache, Chunk, Groups
+from kvserver.engines import Instance
+from kvserver.l2 import Coverage
 from kvserver.protocol import KEY_BYTES, Durability, ObjectGroup
-from kvserver.server.coverage import Coverage
-from kvserver.server.instances import Instance
-from kvserver.server.read_rates import ReadRates, TierReads
-from kvserver.server.tiers import Tiers
+from kvserver.tiering.rates import ReadRates, TierReads
+from kvserver.tiering.tiers import Tiers
 
 
 @dataclass(frozen=True, slots=True)

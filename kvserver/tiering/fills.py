@@ -25,17 +25,15 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 
 from kvserver.cache import Cache, Chunk
-from kvserver.events import Bus, ChunksStored
+from kvserver.engines import Instance, Respond
+from kvserver.events import Bus, ChunksStored, publish_evicted
 from kvserver.l2 import ObjectName, TierEnd, TierOutcome
 from kvserver.protocol import AwaitFill, Durability, Lookup, LookupReply
-from kvserver.server.chunk_events import publish_evicted
-from kvserver.server.fill import BATCH, Fill, FillBatch, Filled, Owner, batches, bytes_of, is_filling
-from kvserver.server.instances import Instance
-from kvserver.server.presence import Attainable, MissingObjects, Presence, keys_of, most_within
-from kvserver.server.probes import Probes
-from kvserver.server.read_rates import MOST_READS, ReadRates
-from kvserver.server.tickets import Respond
-from kvserver.server.tiers import Tiers
+from kvserver.tiering.fill import BATCH, Fill, FillBatch, Filled, Owner, batches, bytes_of, is_filling
+from kvserver.tiering.presence import Attainable, MissingObjects, Presence, keys_of, most_within
+from kvserver.tiering.probes import Probes
+from kvserver.tiering.rates import MOST_READS, ReadRates
+from kvserver.tiering.tiers import Tiers
 
 MOST_FILLS = 1024  # under way and waiting
 _MIB = 1 << 20

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from kvserver.cache import SLOT_FORMAT, Chunk, Groups
-from kvserver.l2 import COVERAGE_BYTES, ObjectMemory
+from kvserver.l2.base import COVERAGE_BYTES, ObjectMemory
 from kvserver.protocol import ObjectGroup
 
 _encoder = msgspec.msgpack.Encoder(order="deterministic")

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
+from kvserver.engines import Instance
 from kvserver.protocol import KEY_BYTES, Durability
-from kvserver.server.instances import Instance
-from kvserver.server.tiers import Tiers
+from kvserver.tiering.tiers import Tiers
 
 _MOST_CHUNKS = 16384  # of all prompts of one second; of one second's work, times object groups
 _CHUNKS_PER_TURN = 256

@@ -8,8 +8,8 @@ from typing import ClassVar, TypeAlias
 
 from kvserver._native import BlockIds
 from kvserver.cache import Chunk, StorePlan
+from kvserver.engines.instances import Worker, WorkerGroup
 from kvserver.protocol import Reply, Retrieve, Store
-from kvserver.server.instances import Worker, WorkerGroup
 
 Respond: TypeAlias = Callable[[Reply], None]
 
