@@ -45,7 +45,7 @@ from kvserver.server.loads import Loads
 from kvserver.server.lookups import L1Lookups
 from kvserver.server.stores import Stores
 from kvserver.server.upkeep import Upkeep
-from kvserver.tiering import Fills
+from kvserver.tiering import Storage
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Handlers:
     lookups: L1Lookups
     stores: Stores
     loads: Loads
-    fills: Fills
+    storage: Storage
     reports: EngineReports
     upkeep: Upkeep
     feed: Feed
@@ -109,7 +109,7 @@ class Handlers:
         instance = self.instances.instance(lookup.instance_id, lookup.incarnation)
         check_chunk(lookup.chunk_blocks, instance.any_worker().spec)
         chunk_count(lookup.keys)
-        self.fills.begin(request, instance, respond)
+        self.storage.begin(request, instance, respond, self.lookups.answer_again)
 
     def _hello(self, request: Hello) -> HelloReply:
         if not OLDEST_PROTOCOL_VERSION <= request.protocol_version <= PROTOCOL_VERSION:

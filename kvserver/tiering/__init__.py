@@ -1,10 +1,6 @@
-"""L2 as the loop uses it: what is written behind, read before a load, known of each tier, and published."""
+"""L2 as the loop uses it, by one face, `Storage`. Also the resync of L1, which runs as L2's does."""
 
-from kvserver.tiering.ages import Ages
-from kvserver.tiering.events import L2Events
-from kvserver.tiering.fills import Fills
-from kvserver.tiering.presence import Presence
-from kvserver.tiering.rates import ReadRates
 from kvserver.tiering.resync import Resync, resync_of_l1
-from kvserver.tiering.spill import Spill
+from kvserver.tiering.storage import Storage
+from kvserver.tiering.tiered import make_storage
 from kvserver.tiering.tiers import ConfiguredTier, Tiers

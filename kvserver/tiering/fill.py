@@ -6,18 +6,21 @@ Owns: its state, and what follows from that alone. Refuses to know: when it may 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from kvserver.cache import Chunk, StorePlan
 from kvserver.engines import Instance, Respond, Worker
 from kvserver.l2 import Coverage
-from kvserver.protocol import Durability, Lookup
+from kvserver.protocol import Durability, Lookup, LookupReply
 from kvserver.tiering.presence import Attainable, MissingObjects
 
 BATCH = 16  # objects that become READY together
 
-Owner = tuple[str, str]  # (instance id, request id)
+Owner: TypeAlias = tuple[str, str]  # (instance id, request id)
+# Looks the request up in L1, leases what it finds and makes the reply; it is given the tokens that were read for the request.
+Answer: TypeAlias = Callable[[Lookup, int], LookupReply]
 
 
 @dataclass(eq=False, slots=True)
@@ -44,6 +47,7 @@ class Fill:
     owner: Owner
     lookup: Lookup
     respond: Respond
+    answer: Answer
     namespace: bytes
     durability: Durability
     instance: Instance

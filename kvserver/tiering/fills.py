@@ -28,8 +28,8 @@ from kvserver.cache import Cache, Chunk
 from kvserver.engines import Instance, Respond
 from kvserver.events import Bus, ChunksStored, publish_evicted
 from kvserver.l2 import ObjectName, TierEnd, TierOutcome
-from kvserver.protocol import AwaitFill, Durability, Lookup, LookupReply
-from kvserver.tiering.fill import BATCH, Fill, FillBatch, Filled, Owner, batches, bytes_of, is_filling
+from kvserver.protocol import AwaitFill, Durability
+from kvserver.tiering.fill import BATCH, Answer, Fill, FillBatch, Filled, Owner, batches, bytes_of, is_filling
 from kvserver.tiering.presence import Attainable, MissingObjects, Presence, keys_of, most_within
 from kvserver.tiering.probes import Probes
 from kvserver.tiering.rates import MOST_READS, ReadRates
@@ -49,9 +49,7 @@ def memory_bound(l1_bytes: int) -> int:
 
 
 class Fills:
-    """REQUIRES: the loop's thread uses it. `answer` looks the request up in L1, leases what it finds and makes the reply; it is given
-    the tokens that were read for the request.
-    """
+    """REQUIRES: the loop's thread uses it."""
 
     def __init__(
         self,
@@ -60,13 +58,12 @@ class Fills:
         presence: Presence,
         rates: ReadRates,
         bus: Bus,
-        answer: Callable[[Lookup, int], LookupReply],
         lease_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cache, self._tiers, self._presence, self._rates = cache, tiers, presence, rates
         self._probes = Probes(tiers, clock)
-        self._bus, self._answer = bus, answer
+        self._bus = bus
         self._lease_seconds, self._clock = lease_seconds, clock
         self._fills: OrderedDict[Owner, Fill] = OrderedDict()  # the first that has not begun is the next to begin
         self._filled: OrderedDict[Owner, Filled] = OrderedDict()  # by request, in the order of their deadlines
@@ -86,30 +83,25 @@ class Fills:
         )
 
     @property
-    def queued_bytes(self) -> int:
-        """What fills have still to read."""
-        return self._rates.queued_bytes
-
-    @property
     def next_due_ns(self) -> int | None:
         """When the next fill must be answered."""
         return min((fill.due_ns for fill in self._fills.values()), default=None)
 
     # ---- begin and end ------------------------------------------------------------------------
 
-    def begin(self, request: AwaitFill, instance: Instance, respond: Respond) -> None:
+    def begin(self, request: AwaitFill, instance: Instance, respond: Respond, answer: Answer) -> None:
         """Fill what the lookup lacks; answer when that has ended, or after request.wait_ms."""
         lookup = request.lookup
         owner = (lookup.instance_id, lookup.request_id)
         self.end(owner)
-        reply = self._answer(lookup, 0)  # what L1 has is leased meanwhile
+        reply = answer(lookup, 0)  # what L1 has is leased meanwhile
         namespace, durability = instance.namespace_of(lookup.variant), instance.durability(lookup.durability)
         if namespace is None or durability is Durability.PROCESS or len(self._fills) >= MOST_FILLS:
             respond(reply)
             return
         now_ns, wait_ns = int(self._clock() * 1e9), request.wait_ms * 1_000_000
         fill = self._fills[owner] = Fill(
-            owner, lookup, respond, namespace, durability, instance, instance.any_worker(), list(instance.coverages),
+            owner, lookup, respond, answer, namespace, durability, instance, instance.any_worker(), list(instance.coverages),
             now_ns + wait_ns // 2, now_ns + wait_ns, reply.hit_chunks,
         )  # fmt: skip
         self._probes.begin(fill)
@@ -378,7 +370,7 @@ class Fills:
         if fill.expected_seconds is not None and now - fill.planned_at > fill.expected_seconds:
             fill.instance.counts.fills_slower += 1
         try:
-            reply = self._answer(fill.lookup, fill.tokens)
+            reply = fill.answer(fill.lookup, fill.tokens)
         finally:
             self._cache.unpin_chunks(fill.pinned)
         fill.respond(reply)

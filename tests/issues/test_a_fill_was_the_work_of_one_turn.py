@@ -10,7 +10,8 @@ import pytest
 from support.filling import Filling, filling
 from support.worker import make_keys
 
-from kvserver.tiering import Fills, fills
+from kvserver.tiering import fills
+from kvserver.tiering.fills import Fills
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, f: Filling) -> list[tuple[int, int, int]]:

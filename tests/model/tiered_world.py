@@ -307,7 +307,7 @@ class TieredWorld(World):
     def busy(self) -> bool:
         parts = self.parts
         copies = parts.tickets.open_tickets or parts.stores.waiting
-        return bool(copies or parts.upkeep.tiers.open_tickets or parts.fills.open or parts.spill.waiting)
+        return bool(copies or parts.storage.tiers.open_tickets or parts.storage.fills.open or parts.storage.spill.waiting)
 
     def until(self, reached: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + _WAIT_SECONDS
@@ -320,7 +320,7 @@ class TieredWorld(World):
     def recover(self) -> None:
         """All that L2 has begun ends, but for what the next faults are about."""
         for _ in range(10):
-            if self.remote.state == "ready" and not self.parts.upkeep.tiers.open_tickets:
+            if self.remote.state == "ready" and not self.parts.storage.tiers.open_tickets:
                 return
             self.pass_time(0.3)
             select.select(self.parts.upkeep.completion_fds, [], [], 0.01)
@@ -349,7 +349,7 @@ class TieredWorld(World):
         self.come_to_rest()
         local = {engine.namespace("lora").hex() for engine in self.engines}
         assert not [name for name in self.storage.store.values if name.split("/")[2] in local], "it left the machine"
-        assert self.parts.fills.used_bytes == 0, "requests that have ended use room of fills"
+        assert self.parts.storage.fills.used_bytes == 0, "requests that have ended use room of fills"
         if self.file.state != "closed":
             self.until(lambda: self.file.state == "ready", "a tier does not recover from a full disk")
             self.until(lambda: self.file.journaled and self.file.status().used_bytes == PAGE_BYTES, "pages are lost")
@@ -380,5 +380,5 @@ class TieredWorld(World):
             rank.side.memory.close()
         self.disk.go_on()
         if not self.device.runs:
-            self.parts.upkeep.tiers.close(time.monotonic_ns() + 100_000_000)  # a store that hangs goes on hanging
+            self.parts.storage.tiers.close(time.monotonic_ns() + 100_000_000)  # a store that hangs goes on hanging
         super().close()

@@ -144,10 +144,6 @@ MUTANTS = (
         L1_LOOKUPS, "L1Lookups.answer_again", "l2_chunks=l2_chunks", "l2_chunks=0",
         ("unit/tiering/test_fill_counts.py::test_the_reply_counts_the_chunks_of_each_tier",),
     ),
-    Mutant(
-        "a prompt that is only looked up grows old in its tiers",
-        L1_LOOKUPS, "L1Lookups.answer", "self.ages.found(", "False and self.ages.found(", SPILL_TESTS,
-    ),
     # ---- status.py ----------------------------------------------------------------------------------
     Mutant(
         "the status shows no memory nodes",
@@ -231,9 +227,5 @@ MUTANTS = (
         "an audit on request hides that the accounting does not balance",
         UPKEEP, "Upkeep._audit", "outcome = Audit.UNBALANCED", "pass",
         ("daemon/test_operation.py::test_an_audit_on_request_states_whether_the_accounting_balances",),
-    ),
-    Mutant(
-        "what L2 stored is published after evictions from L1",
-        UPKEEP, "Upkeep.complete_tickets", "self.l2_events.publish()", "pass", ("unit/tiering/test_events.py",),
     ),
 )  # fmt: skip

@@ -286,6 +286,16 @@ MUTANTS = (
         "name._replace(key=item.parent) in queue.lost", ("issues/test_a_dropped_parent_kept_its_children_out_of_l2.py",),
     ),
     Mutant("a write limit is ignored", SPILL, "Spill._may_put", "queue.credit > 0", "True", SPILL_TESTS),
+    # ---- tiered.py ----------------------------------------------------------------------------------
+    Mutant(
+        "a prompt that is only looked up grows old in its tiers",
+        "kvserver/tiering/tiered.py", "TieredStorage.found", "if hit_chunks:", "if False:", SPILL_TESTS,
+    ),
+    Mutant(
+        "what L2 stored is published after evictions from L1",
+        "kvserver/tiering/tiered.py", "TieredStorage.complete", "self._events.publish()", "pass",
+        ("unit/tiering/test_events.py",),
+    ),
     # ---- tiers.py -----------------------------------------------------------------------------------
     Mutant(
         "an object is in a tier that outlives those who can find it",

@@ -24,8 +24,8 @@ from kvserver.events import (
 )
 from kvserver.l2 import ObjectName
 from kvserver.protocol import KEY_BYTES
-from kvserver.server.upkeep import Upkeep
 from kvserver.tiering.events import L2Events
+from kvserver.tiering.tiered import TieredStorage
 
 SPACES = (b"n" * 32, b"n" * 64, b"o" * 32)
 ACTIONS = ("put", "drop", "step", "flush", "clear", "lose", "state")
@@ -154,12 +154,6 @@ def test_what_a_put_stored_is_published_before_a_message_can_evict_it_from_l1() 
     bus, tier = Bus([Counting()], 100), ListedTier()
     events = L2Events([tier], bus)  # type: ignore[list-item]
     events.step()
-    turn: Any = SimpleNamespace(
-        devices=SimpleNamespace(lost=""),
-        tickets=SimpleNamespace(drain_completions=list),
-        tiers=SimpleNamespace(complete=lambda: tier.put(NAMES[0])),
-        l2_events=events,
-        _log_loss=lambda: None,
-    )
-    Upkeep.complete_tickets(turn)
+    storage: Any = SimpleNamespace(tiers=SimpleNamespace(complete=lambda: tier.put(NAMES[0])), _events=events)
+    TieredStorage.complete(storage)
     assert bus.published["L2Stored"] == 1

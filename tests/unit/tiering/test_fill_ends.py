@@ -39,7 +39,7 @@ def test_two_requests_with_one_prompt_wait_for_the_same_reads() -> None:
         one = f.begin(keys, "one")
         wait_until(lambda: len(f.tier.waiting) == 4)
         two = f.begin(keys, "two")
-        wait_until(lambda: f.running.server.call(lambda: f.running.parts.fills.open).result(10) >= 2)
+        wait_until(lambda: f.running.server.call(lambda: f.running.parts.storage.fills.open).result(10) >= 2)
         f.tier.release()
         assert (f.reply(one).hit_chunks, f.reply(two).hit_chunks) == (4, 4)
         assert len(f.gets()) == 4
@@ -58,7 +58,7 @@ def test_the_end_of_a_request_leaves_another_with_its_prompt_the_whole_hit() -> 
         one = f.begin(keys, "one")
         wait_until(lambda: len(f.tier.waiting) == 4)
         two = f.begin(keys, "two")
-        wait_until(lambda: f.running.server.call(lambda: f.running.parts.fills.open).result(10) >= 3)
+        wait_until(lambda: f.running.server.call(lambda: f.running.parts.storage.fills.open).result(10) >= 3)
         f.worker.end_request("one")
         assert f.reply(one).hit_chunks == 0
         f.tier.release()

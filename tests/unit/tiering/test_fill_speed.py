@@ -87,10 +87,10 @@ def test_reads_that_fail_show_no_rate() -> None:
         f.forget_l1()
         f.tier.fail = dict.fromkeys(keys, TierOutcome.CORRUPT)
         assert f.fill(keys) == 0
-        (tier,) = f.running.server.call(f.running.parts.spill.status).result(10)
+        (tier,) = f.running.server.call(f.running.parts.storage.spill.status).result(10)
         assert tier.read_bytes_per_second == 0
         assert f.fill(keys) == 3
-        (tier,) = f.running.server.call(f.running.parts.spill.status).result(10)
+        (tier,) = f.running.server.call(f.running.parts.storage.spill.status).result(10)
         assert tier.read_bytes_per_second > 0
 
 
@@ -103,7 +103,7 @@ def test_what_is_still_to_be_read_counts_for_later_fills() -> None:
         size = sum(len(raw) for _, raw in f.tier.objects.values()) // 6
 
         def queued() -> int:
-            return f.running.server.call(lambda: f.running.parts.fills.queued_bytes).result(10)
+            return f.running.server.call(lambda: f.running.parts.storage.rates.queued_bytes).result(10)
 
         f.tier.stopped, f.tier.kept_waiting = True, {keys[5]}
         number = f.begin(keys)

@@ -76,7 +76,7 @@ def test_the_next_tier_is_read_where_the_first_one_fails() -> None:
         keys = make_keys(6)
         content = f.store(keys)
         f.written(keys)
-        second = f.running.parts.upkeep.tiers.all[1].tier
+        second = f.running.parts.storage.tiers.all[1].tier
         assert isinstance(second, PlainTier)
         wait_until(lambda: len(second.objects) == 6)
         f.forget_l1()

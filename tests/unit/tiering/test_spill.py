@@ -35,7 +35,7 @@ class Spilling(NamedTuple):
             self.worker.store(part, self.worker.blocks_for(len(part)))
 
     def status(self) -> TierStatus:
-        (status,) = self.running.server.call(self.running.parts.spill.status).result(10)
+        (status,) = self.running.server.call(self.running.parts.storage.spill.status).result(10)
         return status
 
     def dropped(self) -> dict[str, int]:
@@ -235,7 +235,7 @@ def test_a_prompt_that_is_only_looked_up_stays_young_in_the_tier() -> None:
 
 def test_a_very_long_prompt_is_made_young_in_slices_from_its_end() -> None:
     with spilling() as s:
-        ages, tiers = s.running.parts.upkeep.ages, s.running.parts.upkeep.tiers
+        ages, tiers = s.running.parts.storage.ages, s.running.parts.storage.tiers
         keys = make_keys(1000)
         touched: list[bytes] = []
         s.tier.touch = lambda namespace, group, part: touched.append(part)  # type: ignore[method-assign]
