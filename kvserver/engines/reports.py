@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from kvserver._native import check_records, unpack_blocks
 from kvserver.cache import Cache
-from kvserver.engines.instances import Instance, Instances
+from kvserver.engines.instance import Instance
+from kvserver.engines.instances import Instances
 from kvserver.events import BlockReport, Bus, RequestEnded
 from kvserver.protocol import (
     CONTENT_BYTES,

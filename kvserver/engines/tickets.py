@@ -8,7 +8,7 @@ from typing import ClassVar, TypeAlias
 
 from kvserver._native import BlockIds
 from kvserver.cache import Chunk, StorePlan
-from kvserver.engines.instances import Worker, WorkerGroup
+from kvserver.engines.worker import Worker, WorkerGroup
 from kvserver.protocol import Reply, Retrieve, Store
 
 Respond: TypeAlias = Callable[[Reply], None]

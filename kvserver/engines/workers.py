@@ -18,9 +18,10 @@ from kvserver._native import Outcome, PlaneTable, WordMapping
 from kvserver.cache import Cache
 from kvserver.config import Settings
 from kvserver.copy import Completion, Devices, Tickets
-from kvserver.engines.instances import Disconnect, Instances, Worker, WorkerGroup
+from kvserver.engines.instances import Disconnect, Instances
 from kvserver.engines.lifeline import Lifeline, Lifelines
 from kvserver.engines.tickets import MapTicket, Respond, Ticket, UnmapTicket
+from kvserver.engines.worker import Worker, WorkerGroup
 from kvserver.events import (
     Bus,
     InstanceDisconnected,

@@ -307,7 +307,9 @@ class TieredWorld(World):
     def busy(self) -> bool:
         parts = self.parts
         copies = parts.tickets.open_tickets or parts.stores.waiting
-        return bool(copies or parts.storage.tiers.open_tickets or parts.storage.fills.open or parts.storage.spill.waiting)
+        return bool(
+            copies or parts.storage.tiers.open_tickets or parts.storage.fills.open or parts.storage.spill.waiting
+        )
 
     def until(self, reached: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + _WAIT_SECONDS

@@ -23,7 +23,7 @@ MUTANTS = (
     ),
     Mutant(
         "the server takes every rank's copy of what all of them hold",
-        INSTANCES, "Worker._group", ", spec.rank, spec.world_size)", ")", ("daemon/test_replicated.py",),
+        "kvserver/engines/worker.py", "Worker._group", ", spec.rank, spec.world_size)", ")", ("daemon/test_replicated.py",),
     ),
     Mutant(
         "another live engine of the same id is taken for this one",
@@ -36,12 +36,12 @@ MUTANTS = (
     ),
     Mutant(
         "an instance serves before the memory of all ranks is mapped",
-        INSTANCES, "Instance.refresh_namespace", "all(worker.mapped for worker in self.workers.values())", "True",
+        "kvserver/engines/instance.py", "Instance.refresh_namespace", "all(worker.mapped for worker in self.workers.values())", "True",
         ("daemon/test_ranks_still_mapped.py",),
     ),
     Mutant(
         "the variants of an instance outlive its namespace",
-        INSTANCES, "Instance.refresh_namespace", "self._variants.clear()", "pass",
+        "kvserver/engines/instance.py", "Instance.refresh_namespace", "self._variants.clear()", "pass",
         ("daemon/test_round_trip.py::test_a_rank_that_comes_back_otherwise_takes_the_variants_along",),
     ),
     Mutant(
@@ -51,16 +51,16 @@ MUTANTS = (
     ),
     Mutant(
         "what only one start of an engine can use is written",
-        INSTANCES, "Instance.durability", " or self.private", "", SPILL_TESTS,
+        "kvserver/engines/instance.py", "Instance.durability", " or self.private", "", SPILL_TESTS,
     ),
     Mutant(
         "what must stay on its machine is in tiers that machines share",
-        INSTANCES, "Instance.durability", "if self.machine_only else of_variant", "if False else of_variant",
+        "kvserver/engines/instance.py", "Instance.durability", "if self.machine_only else of_variant", "if False else of_variant",
         SPILL_TESTS,
     ),
     Mutant(
         "a new engine does not know how fast the last one was",
-        INSTANCES, "Instance.expected_speed", "self.speeds.of(self.namespace)", "0.0", FILL_TESTS,
+        "kvserver/engines/instance.py", "Instance.expected_speed", "self.speeds.of(self.namespace)", "0.0", FILL_TESTS,
     ),
     # ---- lifeline.py --------------------------------------------------------------------------------
     Mutant(

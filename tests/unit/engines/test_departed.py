@@ -7,7 +7,8 @@ from typing import Any
 from support.instances import add_worker
 
 from kvserver.cache import MissReason
-from kvserver.engines.instances import Counts, Instances
+from kvserver.engines.counts import Counts
+from kvserver.engines.instances import Instances
 from kvserver.protocol import DEPARTED_SECONDS, MOST_DEPARTED
 
 

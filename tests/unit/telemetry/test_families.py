@@ -11,7 +11,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvserver.cache import MissReason
-from kvserver.engines.instances import Counts, Instances
+from kvserver.engines.counts import Counts
+from kvserver.engines.instances import Instances
 from kvserver.events import Bus
 from kvserver.protocol import WAIT_SECONDS, Buckets, Histogram
 from kvserver.protocol.status import (

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvserver.engines.instances import Counts
+from kvserver.engines.counts import Counts
 from kvserver.events import Bus
 from kvserver.protocol import WAIT_SECONDS, ErrorCode, Histogram
 from kvserver.protocol.status import (
