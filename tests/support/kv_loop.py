@@ -19,6 +19,7 @@ from kvserver.events import (
     InstanceDescribed,
     L1Cleared,
     L1Resynced,
+    Subscriber,
 )
 from kvserver.events.chunk_events import publish_evicted
 from kvserver.kv_events import Hub, Tier
@@ -37,7 +38,7 @@ PAGE = 4096
 TAILS = Groups([ObjectGroup("full", (0,), 1)], 1, 1, tails=True)
 
 
-class Gated:
+class Gated(Subscriber):
     """A subscriber that holds up the bus while its gate is shut."""
 
     name = "gated"
