@@ -269,7 +269,7 @@ class Parts:
             recording=observability.recorder.status() if observability.recorder is not None else UNSET,
             books=AccountingStatus(
                 tickets=self.tickets.open_tickets,
-                pins=self.cache.pins,
+                pins=self.cache.space.pins,
                 leases=self.cache.lease_count,
                 mappings=self.workers.mappings,
                 attachments=len(self.lifelines),

@@ -182,7 +182,7 @@ class Upkeep:
         ):
             return False
         self.cache.audit()
-        assert self.cache.pins == 0, f"{self.cache.pins} pins without a ticket"
+        assert self.cache.space.pins == 0, f"{self.cache.space.pins} pins without a ticket"
         self.storage.audit()
         self.workers.audit()
         return True

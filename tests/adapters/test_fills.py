@@ -186,7 +186,9 @@ def test_a_request_that_ends_while_it_waits_leaves_nothing(stoppable: Stoppable,
     engine.close()
     parts = stoppable.running.parts
     wait_until(
-        lambda: stoppable.running.server.call(lambda: parts.storage.fills.open == parts.cache.pins == 0).result(10)
+        lambda: stoppable.running.server.call(lambda: parts.storage.fills.open == parts.cache.space.pins == 0).result(
+            10
+        )
     )
 
 

@@ -179,16 +179,16 @@ class World(Workers):
         operation.dropped = [(space, key) for key in dropped]
         for block in operation.blocks:
             rank.write(block, self.rng.randbytes(model.geometry.block_bytes))
-        evictions = self.cache.evicted_chunks
+        evictions = self.cache.space.evicted_chunks
         self.send(operation, Store(**self.wire(operation, variant), dropped=b"".join(dropped)))
         if refused := self.refusal(rank, late):
             self.check_refused(operation, refused)
-            assert self.cache.evicted_chunks == evictions
+            assert self.cache.space.evicted_chunks == evictions
             return
         if self.replaced(operation):
             self.follow_drops(operation)  # if there was nothing to copy
         evicted = self.plain.drop_evicted(self.record)
-        assert self.cache.evicted_chunks - evictions == evicted, (
+        assert self.cache.space.evicted_chunks - evictions == evicted, (
             "a chunk vanished without being evicted, or the reverse"
         )
         self.counts["evicted"] += evicted

@@ -269,7 +269,7 @@ MUTANTS = (
     ),
     Mutant(
         "an object that is being written may be evicted",
-        SPILL, "Spill._put_next", "self._cache.pin_chunks([chunk])", "self._cache.pins += 1; chunk.pins += 0",
+        SPILL, "Spill._put_next", "self._cache.pin_chunks([chunk])", "self._cache.space.pins += 1; chunk.pins += 0",
         SPILL_TESTS,
     ),
     Mutant(
