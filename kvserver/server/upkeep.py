@@ -203,6 +203,7 @@ class Upkeep:
             time.sleep(0.001)
         if left := self.storage.drain(deadline):
             log.warning("%d objects were not written to L2 within %.0f s", left, deadline_seconds)
+        self.storage.close(deadline)
         if self.tickets.open_tickets:
             log.error("%d copies did not end within %.0f s", self.tickets.open_tickets, deadline_seconds)
         return self.tickets.open_tickets == 0

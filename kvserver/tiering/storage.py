@@ -96,10 +96,10 @@ class Storage(Protocol):
         """Answer all requests that wait for a fill, and begin none."""
 
     def drain(self, deadline: float) -> int:
-        """Write what waits for an open tier, until time.monotonic() is `deadline`; then close all tiers.
+        """Write what waits for an open tier, until time.monotonic() is `deadline`. Returns how many objects were not written."""
 
-        They read and write L1 no more. Returns how many objects were not written.
-        """
+    def close(self, deadline: float) -> None:
+        """End all tiers, which read and write L1 no more."""
 
 
 class NoStorage:
@@ -139,4 +139,4 @@ class NoStorage:
     def _nothing(self, *_: object, **__: object) -> None:
         """Nothing is stored, so nothing follows."""
 
-    loading = stored = loaded = instance_ended = complete = tick = audit = end_fills = _nothing
+    loading = stored = loaded = instance_ended = complete = tick = audit = end_fills = close = _nothing

@@ -90,9 +90,10 @@ class TieredStorage:
             self.tiers.complete()
             self.spill.step()
             time.sleep(0.001)
-        left = self.spill.waiting + self.spill.puts
+        return self.spill.waiting + self.spill.puts
+
+    def close(self, deadline: float) -> None:
         self.tiers.close(int(deadline * 1e9))
-        return left
 
 
 def make_storage(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.file_tiers import FaultyDisk, FileRig, name_of
-from unit.server.test_l2_events import Counting
+from unit.tiering.test_events import Counting
 
 from kvserver.events import Bus
 from kvserver.l2 import TierOutcome
