@@ -246,6 +246,8 @@ class TieredWorld(World):
     def sync(self) -> None:
         """Follow what L1 has evicted and read since the last call."""
         self.counts["evicted"] += self.plain.drop_evicted(self.record)
+        for entry in self.plain.entries.values():
+            self.drop_incomplete(entry)
         for chunk in self.cache.index:
             name = (chunk.namespace.id, chunk.key)
             model = self.models.get(name[0])
@@ -254,6 +256,12 @@ class TieredWorld(World):
             for group in range(len(model.groups)):
                 if chunk.ready >> group & 1 and not self.plain.ready(name, group):
                     self.adopt(model, name, chunk, group)
+
+    def drop_incomplete(self, entry: Entry) -> None:
+        """A fill frees the slots of an object that lacks a rank's bytes, before it reads the whole object."""
+        for slot in [slot for slot in entry.done if not entry.chunk.has_slot(entry.slots.index(slot))]:
+            assert not entry.ready(slot[0]), "an object that was stored whole has lost a slot"
+            del entry.done[slot]
 
     def adopt(self, model: Model, name: Name, chunk: Chunk, group: int) -> None:
         slots = [slot for slot in model.slots if slot[0] == group]
