@@ -28,6 +28,7 @@ ORDER = [
     "telemetry",
     "kv_events",
     "routing",
+    "service_manager",
     "server",
     "parts",
     "bench",
