@@ -23,7 +23,7 @@ PACKAGES = sysconfig.get_path("purelib")
 _PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
 _TARGETS = ("sysinit", "basic", "network", "multi-user", "shutdown")
 _SHUT_OUT = ("/home/", "/root/", "/run/", "/tmp/", "/var/tmp/")  # by ProtectHome, PrivateTmp, or this machine
-_UNSHARE = "unshare -C -m -n -p -f --kill-child --mount-proc --propagation private".split()
+_UNSHARE = ["unshare", "-C", "-m", "-n", "-p", "-f", "--kill-child", "--mount-proc", "--propagation", "private"]
 _HOST = f"""
 set -e
 umount -R /sys/fs/cgroup
