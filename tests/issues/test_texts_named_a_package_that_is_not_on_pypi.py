@@ -1,4 +1,4 @@
-"""README and three error messages said `pip install 'kvserver[...]'`, and PyPI has no package of that name. Who registers it there
+"""README and three error messages had `pip install 'kvserver[...]'`, and PyPI has no package of that name. Who registers it there
 runs code beside all prompts of those who follow the text. Until kvserver is published every text installs from a checkout or a wheel.
 """
 
