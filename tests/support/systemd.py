@@ -96,7 +96,7 @@ class Machine:
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115, until close()
         enter = f'echo $$ >"{self._group}/cgroup.procs" && exec "$@"'
         self._process = subprocess.Popen(
-            ["sh", "-c", enter, "sh", *_UNSHARE, "sh", "-c", _HOST],
+            ["sh", "-c", enter, "sh", "setpriv", "--pdeathsig", "KILL", *_UNSHARE, "sh", "-c", _HOST],
             stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log,
         )  # fmt: skip
         try:
