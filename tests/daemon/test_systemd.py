@@ -90,6 +90,16 @@ def test_another_folder_is_refused_as_read_only_and_the_unit_stays_failed(machin
     assert shown(machine, "NRestarts") == "0"
 
 
+def test_the_part_for_gpus_starts_the_daemon_without_one(machine: Machine) -> None:
+    """The devices of a driver are not here; the rest of what it allows is."""
+    machine.run(
+        f"install -D -m 644 {ROOT}/deploy/kvserver-gpu.conf /etc/systemd/system/kvserver.service.d/gpu.conf; systemctl daemon-reload"
+    )
+    set_up(machine)
+    assert (shown(machine, "ActiveState"), shown(machine, "DevicePolicy")) == ("active", "closed")
+    machine.run("rm /etc/systemd/system/kvserver.service.d/gpu.conf; systemctl daemon-reload")
+
+
 def test_a_required_tier_that_is_down_is_stated_and_does_not_hold_up_the_start(machine: Machine) -> None:
     set_up(machine, "KVSERVER_L2=valkey://127.0.0.1:1/0?required=true")
     assert shown(machine, "ActiveState") == "active"
