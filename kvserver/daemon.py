@@ -25,7 +25,6 @@ from kvserver.parts import Observability, Parts
 from kvserver.protocol import ConfigError
 from kvserver.routing import MatchPages
 from kvserver.server import ConfiguredTier, Endpoint, Lifelines, Server
-from kvserver.service_manager import notify
 from kvserver.web.history import History
 from kvserver.web.pages import StatusPages
 
@@ -66,9 +65,7 @@ def serve(configuration: Configuration, hardware: Hardware = THIS_MACHINE, drain
             f"L1 {cache.pool.pages * cache.pool.page_bytes} bytes, chunks of {settings.chunk_tokens} tokens, boot {parts.boot_id}",
             flush=True,
         )
-        notify("READY=1")
         server.run()
-        notify("STOPPING=1")
         drained, lost = parts.upkeep.drain(drain_seconds), devices.lost
         if not drained and not lost:
             os._exit(1)  # the kernel closes the lifelines, after the copying threads have ended

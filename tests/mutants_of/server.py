@@ -23,7 +23,7 @@ MUTANTS = (
     # ---- loop.py ------------------------------------------------------------------------------------
     Mutant(
         "systemd ends a daemon that works",
-        LOOP, "Server._keep_time", "notify_alive(self.failure)", "pass", ("daemon/test_service_manager.py",),
+        LOOP, "Server._keep_time", "report_alive(self.failure)", "pass", ("daemon/test_service_manager.py",),
     ),
     # ---- clears.py ----------------------------------------------------------------------------------
     Mutant(
