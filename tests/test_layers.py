@@ -30,6 +30,7 @@ ORDER = [
     "routing",
     "engines",
     "tiering",
+    "service_manager",
     "server",
     "parts",
     "bench",

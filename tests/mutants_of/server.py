@@ -15,10 +15,16 @@ STATUS = "kvserver/server/status.py"
 REFUSALS = "unit/server/test_refusals.py"
 WHAT_IF_DAEMON = ("daemon/test_what_if.py",)
 CLEARS = "kvserver/server/clears.py"
+LOOP = "kvserver/server/loop.py"
 CLEAR_TESTS = ("daemon/test_operator_clear.py",)
 SPILL_TESTS = ("unit/tiering/test_spill.py",)
 
 MUTANTS = (
+    # ---- loop.py ------------------------------------------------------------------------------------
+    Mutant(
+        "systemd ends a daemon that works",
+        LOOP, "Server._keep_time", "report_alive(self.failure)", "pass", ("daemon/test_service_manager.py",),
+    ),
     # ---- clears.py ----------------------------------------------------------------------------------
     Mutant(
         "a clear of one engine takes KV of others without a word",
