@@ -75,7 +75,7 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
 
 
 class RequestCounts(Struct):
-    """What an instance requested and got. Tokens count only whole chunks. The daemon counts in such a struct; a status has a copy."""
+    """What an instance requested and got. Tokens are those of whole chunks, and of single blocks that were found behind them. The daemon counts in such a struct; a status has a copy."""
 
     lookups: int = 0
     hits: int = 0

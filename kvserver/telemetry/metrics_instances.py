@@ -15,7 +15,7 @@ _MOST_REASON = 200  # characters of a text that an engine wrote
 _INSTANCE = ("instance_id", "model_name")
 _REQUESTS: tuple[Metric[RequestsStatus], ...] = (
     Metric("kvserver_lookup_requests", "Lookups that the daemon answered.", Kind.COUNTER, lambda of: of.lookups),
-    Metric("kvserver_lookup_tokens", "Tokens of the whole chunks that lookups requested.", Kind.COUNTER, lambda of: of.lookup_tokens),
+    Metric("kvserver_lookup_tokens", "Tokens of the whole chunks that lookups requested, and of the single blocks found behind the last one.", Kind.COUNTER, lambda of: of.lookup_tokens),
     Metric("kvserver_lookup_hit_tokens", "Tokens of the chunks that lookups found READY.", Kind.COUNTER, lambda of: of.hit_tokens),
     Metric("kvserver_saved_prefill_tokens", "Tokens whose KV was loaded from L1 instead of computed by the engine.", Kind.COUNTER, lambda of: of.saved_tokens),
     Metric("kvserver_saved_prefill_seconds", "Time that the engine would have taken to compute the tokens loaded from L1, at the prefill speed that it reported; loading time is not subtracted.", Kind.COUNTER, lambda of: of.saved_seconds),

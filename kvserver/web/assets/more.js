@@ -12,14 +12,14 @@ export function showMore(status, explained) {
   setList("what-if", measured ? curve.sizes.map((one) => [one.size, one.size_bytes, one.would_hit_tokens]) : null, () => (measured ? [curveTable(curve)] : []));
   const causes = causesOf(explained.requests.filter((request) => request.tokens.computed !== 0 && request.outcome !== "hit"));
   setList("misses", causes.map((requests) => requests.map((request) => [request.request_id, request.verdict])), () =>
-    causes.length ? [el("ol", {}, ...causes.map(cause))] : [el("p", { class: "note" }, "No request of the last hour computed tokens that whole chunks could have given.")]);
+    causes.length ? [el("ol", {}, ...causes.map(cause))] : [el("p", { class: "note" }, "Requests of the last hour had all that was found for them.")]);
 }
 
-/** Requests with the same advice together: the worst first, as the daemon orders them. */
+/** Requests of one outcome that missed tokens for the same reasons together: the worst first, as the daemon orders them. */
 function causesOf(requests) {
   const causes = new Map();
   for (const request of requests) {
-    const key = request.advice.join(" ") || request.verdict;
+    const key = [request.outcome, request.failure, request.not_loaded, ...Object.keys(request.missed_tokens)].join(" ");
     causes.set(key, [...(causes.get(key) ?? []), request]);
   }
   return [...causes.values()].slice(0, MOST_CAUSES);
