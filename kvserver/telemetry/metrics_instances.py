@@ -31,6 +31,7 @@ _REQUESTS: tuple[Metric[RequestsStatus], ...] = (
     Metric("kvserver_fills", "Lookups for which objects were read from L2 to L1.", Kind.COUNTER, lambda of: of.fills),
     Metric("kvserver_fills_not_begun", "Lookups for which nothing was read from L2, since that was expected to take longer than to compute the tokens.", Kind.COUNTER, lambda of: of.fills_not_begun),
     Metric("kvserver_fills_slower", "Fills that took longer than was expected when they began.", Kind.COUNTER, lambda of: of.fills_slower),
+    Metric("kvserver_fill_seconds", "Time that requests waited for objects to be read from L2 to L1.", Kind.COUNTER, lambda of: of.fill_seconds),
     Metric("kvserver_filled_tokens", "Tokens of chunks that became READY in L1 from L2.", Kind.COUNTER, lambda of: of.filled_tokens),
     Metric("kvserver_l1_loaded_chunks", "Chunks copied from L1 to L0, once for each rank.", Kind.COUNTER, lambda of: of.loaded_chunks),
     Metric("kvserver_engine_preemptions", "Preemptions of requests in the engine, as vLLM counts them.", Kind.COUNTER, lambda of: of.engine_preemptions),

@@ -1,4 +1,4 @@
-"""Figures of an explanation, of random requests: no part is negative or larger than its whole, and the parts of a prompt add up."""
+"""Counts of an explanation, of random requests: no part is negative or larger than its whole, and the parts of a prompt add up."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def check(facts: Facts) -> None:
 
 @given(st.lists(requests(), min_size=1, max_size=4))
 @examples(400)
-def test_no_figure_is_negative_or_larger_than_its_whole(
+def test_no_count_is_negative_or_larger_than_its_whole(
     walk: list[list[LookupEnded | CopyBegan | CopyEnded | RequestEnded]],
 ) -> None:
     explain = Explain(clock_ns=lambda: 10**9)
