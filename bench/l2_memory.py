@@ -29,7 +29,7 @@ from kvserver.l2 import TierOutcome
 
 SIZES = (4 << 10, 64 << 10, 72 << 10, 1 << 20, 2 << 20)  # bytes of an object
 AT_ONCE, TOTAL_BYTES = 16, 128 << 20
-SETTLED_SECONDS = 1.5  # the server resizes its table and its clients' buffers meanwhile
+RESIZE_SECONDS = 1.5  # the server resizes its table and its clients' buffers meanwhile
 
 
 def used(client: Any) -> int:
@@ -62,7 +62,7 @@ def measure(size: int, *parameters: str) -> tuple[str, list[object]]:
             with store.client() as client:
                 before = used(client)
                 put(daemon, size, count)
-                time.sleep(SETTLED_SECONDS)
+                time.sleep(RESIZE_SECONDS)
                 beside = (used(client) - before) / count - size
                 where = store.objects()[0]
                 header = client.strlen(where) - size

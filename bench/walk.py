@@ -259,7 +259,7 @@ class Drive:
         self.storing.before_step = lambda plan: None
 
     def _look_up(self, name: str) -> None:
-        """A prompt that nobody stored. Its chunk is missed, so its blocks are asked for, too (`--tails`)."""
+        """A new prompt. Its chunk is missed, so a second message names the chunk's blocks (`--tails`)."""
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request
 

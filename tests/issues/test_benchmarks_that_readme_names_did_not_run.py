@@ -1,4 +1,4 @@
-"""README's row of `bench/l2_peer.py` and that of `bench/walk.py` could not be measured again: the one imported a class that was gone, and
+"""README's row of `bench/l2_peer.py` and that of `bench/walk.py` could not be measured again: the one imported a class that had been removed, and
 ended `make bench` with it, the other met the second message of a lookup (`--tails`). `make bench` did not run all that README names."""
 
 from __future__ import annotations

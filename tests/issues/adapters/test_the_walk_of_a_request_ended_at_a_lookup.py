@@ -1,4 +1,4 @@
-"""`bench/walk.py` failed at its first lookup: since there are tails a missed chunk's blocks are asked for in a second message, so the
+"""`bench/walk.py` failed at its first lookup: since there are tails a second message names a missed chunk's blocks, so the
 answer was not there yet."""
 
 from __future__ import annotations
