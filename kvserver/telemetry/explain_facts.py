@@ -23,7 +23,7 @@ from kvserver.telemetry.differences import Difference
 
 MOST_RANKS = 64  # whose loads are listed for one request
 OUTCOMES = {
-    "hit": "all that was found was in the engine's own memory or was loaded",
+    "hit": "every whole chunk was in the engine's own memory or was loaded",
     "partial": "a part of the chunks was",
     "miss": "none was",
     "load_failed": "a load of what was found failed",
