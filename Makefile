@@ -138,9 +138,9 @@ rules: $(VENV)/.installed $(PROMTOOL)
 	rm -rf build/recorded && mkdir -p build/recorded
 	PYTHONPATH=tests $(VENV)/bin/python .ci/metrics.py build/recorded
 	$(PROMTOOL) check metrics <build/recorded/after.txt
-	$(VENV)/bin/python .ci/dashboard.py rules >build/dashboard.yaml
+	PYTHONPATH=tests $(VENV)/bin/python .ci/dashboard.py rules >build/dashboard.yaml
 	$(PROMTOOL) check rules build/dashboard.yaml
-	$(VENV)/bin/python .ci/dashboard.py test build/recorded >build/dashboard_test.yaml
+	PYTHONPATH=tests $(VENV)/bin/python .ci/dashboard.py test build/recorded >build/dashboard_test.yaml
 	$(PROMTOOL) test rules build/dashboard_test.yaml
 
 build/promtool/usr/bin/promtool:
