@@ -53,9 +53,10 @@ def panels() -> Iterator[dict[str, Any]]:
         yield from panel.get("panels", [])
 
 
-def test_the_dashboard_is_what_its_panels_make() -> None:
+@pytest.mark.parametrize("maker", ["grafana", "prometheus", "kubernetes"])
+def test_generated_files_are_what_their_sources_make(maker: str) -> None:
     made = subprocess.run(
-        [sys.executable, DEPLOY / "grafana/make.py", "--check"], capture_output=True, text=True, timeout=60
+        [sys.executable, DEPLOY / maker / "make.py", "--check"], capture_output=True, text=True, timeout=60
     )
     assert made.returncode == 0, made.stderr
 
@@ -216,8 +217,17 @@ def test_every_alert_states_its_severity_and_what_to_do() -> None:
     assert alerts
     for alert in alerts:
         assert alert["labels"]["severity"] in ("critical", "warning", "info")
-        assert alert["annotations"].keys() == {"summary", "runbook"}
+        assert alert["annotations"].keys() == {"summary", "runbook", "runbook_url"}
         assert "\n" not in alert["annotations"]["runbook"]
+
+
+def test_every_alert_has_a_runbook_and_every_runbook_an_alert() -> None:
+    headings = re.findall(r"^### (\w+)$", (DEPLOY / "guides/alerts.md").read_text(), re.MULTILINE)
+    assert headings == list(ALERTS)
+    urls = [alert["annotations"]["runbook_url"].partition("#") for alert in ALERTS.values()]
+    assert [anchor for _, _, anchor in urls] == [name.lower() for name in ALERTS]
+    (page,) = {page for page, _, _ in urls}
+    assert page.endswith("/deploy/guides/alerts.md")
 
 
 ALERTS = {rule["alert"]: rule for path in RULES for rule in rules(path) if "alert" in rule}
