@@ -81,7 +81,7 @@ _TIER: tuple[Metric[TierStatus], ...] = (
     Metric("kvserver_l2_size_bytes", "Storage that a tier of L2 may use; 0 where the storage itself has the limit.", Kind.GAUGE, lambda of: of.size_bytes),
     Metric("kvserver_l2_used_bytes", "Storage of a tier of L2 that objects occupy, as far as the daemon knows.", Kind.GAUGE, lambda of: of.used_bytes),
     Metric("kvserver_l2_objects", "Objects (the KV of one chunk of one object group) that a tier of L2 has, as far as the daemon knows.", Kind.GAUGE, lambda of: of.objects),
-    Metric("kvserver_l2_reads", "Reads of objects from a tier of L2, by outcome.", Kind.COUNTER, lambda of: {"hit": of.hits, "miss": of.misses, "corrupt": of.corrupt, "timeout": of.timeouts, "error": of.errors}, ("outcome",)),
+    Metric("kvserver_l2_reads", "Reads of objects from a tier of L2, by outcome.", Kind.COUNTER, lambda of: {"hit": of.hits, "miss": of.misses, "corrupt": of.corrupt, "timeout": of.read_timeouts, "error": of.read_errors}, ("outcome",)),
     Metric("kvserver_l2_read_bytes", "Bytes of objects read from a tier of L2.", Kind.COUNTER, lambda of: of.read_bytes),
     Metric("kvserver_l2_read_bytes_per_second", "How fast fills read from a tier of L2 lately; 0 while it is not known.", Kind.GAUGE, lambda of: of.read_bytes_per_second),
     Metric("kvserver_l2_written_objects", "Objects written to a tier of L2.", Kind.COUNTER, lambda of: of.written_objects),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -59,3 +60,33 @@ def scraped(text: str, **labels: str) -> dict[str, float]:
             inside = ",".join(f"{name}={json.dumps(value)}" for name, value in {**sample.labels, **labels}.items())
             found[f"{sample.name}{{{inside}}}"] = sample.value
     return found
+
+
+def firing(folder: Path, alerts: set[str], *scrapes: str, minutes: int = 90, up: bool = True) -> None:
+    """AssertionError unless exactly these alerts fire when each scrape lasts for five minutes, and the last one for `minutes`.
+
+    In those a counter goes on by what it rose between the last two scrapes, each minute. `up`: of the last one; "" is a scrape that failed.
+    """
+    named = set(re.findall(r"[\w:]*kvserver_\w+|process_\w+", ALERTS.read_text()))
+    values = [scraped(text, job="kvserver", instance="d") for text in scrapes]
+    given = [{"series": 'up{job="kvserver",instance="d"}', "values": f"1x{5 * len(scrapes) - 6} {+up}x{minutes}"}]
+    for series in set().union(*values):
+        name = series.partition("{")[0]
+        if name in named:
+            seen = [one.get(series) for one in values]
+            held = " ".join("_x5" if value is None else f"{value:f}x4" for value in seen[:-1])
+            given.append({"series": series, "values": f"{held} {_going_on(name, seen[-2], seen[-1], minutes)}"})
+    found = {
+        "expr": 'group by (alertname) (ALERTS{alertstate="firing"})',
+        "eval_time": f"{5 * (len(scrapes) - 1) + minutes - 1}m",
+        "exp_samples": [{"labels": f'{{alertname="{name}"}}', "value": 1} for name in alerts],
+    }
+    check(folder, ALERTS, [{"interval": "1m", "input_series": given, "promql_expr_test": [found]}])
+
+
+def _going_on(name: str, before: float | None, last: float | None, minutes: int) -> str:
+    if last is None:
+        return f"_x{minutes}"
+    is_counter = name.endswith(("_total", "_count", "_sum", "_bucket"))
+    step = last - before if is_counter and before is not None else 0
+    return f"{last:f}+{step:f}x{minutes}"
