@@ -88,5 +88,5 @@ def _going_on(name: str, before: float | None, last: float | None, minutes: int)
     if last is None:
         return f"_x{minutes}"
     is_counter = name.endswith(("_total", "_count", "_sum", "_bucket"))
-    step = last - before if is_counter and before is not None else 0
+    step = last - (before or 0) if is_counter else 0
     return f"{last:f}+{step:f}x{minutes}"
