@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from support.daemon import Daemon, wait_until
+from support.engine_publisher import EnginePublisher, stored
 from support.promtool import firing
 from support.worker import Worker, ids, make_keys
 
@@ -217,3 +218,27 @@ def test_a_stream_whose_address_is_taken_is_not_bound(make_daemon: Callable[...,
             wait_until(lambda: daemon.metric("kvserver_kv_events_bound") == 0)
             scrape = metrics(daemon)
             firing(tmp_path, {"KVServerEventsUnbound"}, scrape, scrape)
+
+
+def test_an_engine_whose_events_are_lost_has_gaps(make_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
+    daemon = make_daemon()
+    with contextlib.closing(EnginePublisher(daemon.folder, replays=False)) as engine, Worker(daemon.endpoint) as worker:
+        worker.send(worker.description(events_endpoint=engine.endpoint, events_topic=engine.topic))
+        engine.wait_for_subscriber()
+        for number in range(2):
+            engine.publish(stored([bytes([number]) * 32]), sent=number == 0)
+        before = metrics(daemon)
+        engine.publish(stored([b"x" * 32]))
+        wait_until(lambda: daemon.metric("kvserver_engine_events_gaps_total"))
+        firing(tmp_path, {"KVServerEngineEventGaps"}, before, metrics(daemon))
+
+
+def test_an_engine_whose_events_are_on_another_machine_is_not_read(
+    make_daemon: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    daemon = make_daemon()
+    with Worker(daemon.endpoint) as worker:
+        worker.send(worker.description(events_endpoint="tcp://192.0.2.1:5557"))
+        wait_until(lambda: daemon.metric("kvserver_engine_events_following") == 0)
+        scrape = metrics(daemon)
+        firing(tmp_path, {"KVServerEngineEventsUnread"}, scrape, scrape)
