@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support import faulty_daemon
 from support.daemon import Daemon, wait_until
 from support.engine_publisher import EnginePublisher, stored
 from support.promtool import firing
@@ -35,6 +37,11 @@ def make_daemon() -> Iterator[Callable[..., Daemon]]:
     yield make
     for daemon in made:
         daemon.close()
+
+
+def at_fault(method: str, instead: str = "raise") -> dict[str, Any]:
+    """Of a daemon: this method of its own code raises, or hangs."""
+    return {"program": (sys.executable, str(Path(faulty_daemon.__file__)), f"kvserver.{method}", instead)}
 
 
 def metrics(daemon: Daemon) -> str:
@@ -242,3 +249,54 @@ def test_an_engine_whose_events_are_on_another_machine_is_not_read(
         wait_until(lambda: daemon.metric("kvserver_engine_events_following") == 0)
         scrape = metrics(daemon)
         firing(tmp_path, {"KVServerEngineEventsUnread"}, scrape, scrape)
+
+
+def test_a_daemon_that_raises_on_a_message_has_an_internal_error(
+    make_daemon: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    daemon = make_daemon(**at_fault("server.lookups.L1Lookups.answer"))
+    with Worker(daemon.endpoint) as worker:
+        before = metrics(daemon)
+        worker.error_of(worker.lookup_message(make_keys(1)))
+        firing(tmp_path, {"KVServerInternalError", "KVServerRpcErrors"}, before, metrics(daemon))
+
+
+def test_a_daemon_whose_audit_fails_has_an_accounting_failure(
+    make_daemon: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    daemon = make_daemon(**at_fault("server.upkeep.Upkeep.audit_if_idle"))
+    before = metrics(daemon)
+    failures = daemon.metric("kvserver_accounting_failures_total") or 0
+    daemon.http("/audit", "POST")
+    wait_until(lambda: (daemon.metric("kvserver_accounting_failures_total") or 0) > failures)
+    firing(tmp_path, {"KVServerAccountingFailures"}, before, metrics(daemon))
+
+
+def test_a_subscriber_that_raises_has_errors(make_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
+    daemon = make_daemon(**at_fault("telemetry.chunk_lifecycle.ChunkLifecycle.handle"))
+    with Worker(daemon.endpoint) as worker:
+        before = metrics(daemon)
+        store(worker, 1)
+        firing(tmp_path, {"KVServerSubscriberErrors"}, before, metrics(daemon))
+
+
+def test_an_observer_that_raises_is_cut_off(make_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
+    daemon = make_daemon(**at_fault("routing.KVIndex.observe"))
+    with Worker(daemon.endpoint) as worker:
+        store(worker, 1)
+        wait_until(lambda: daemon.metric("kvserver_kv_event_observer_up", observer="index") == 0)
+        scrape = metrics(daemon)
+        firing(tmp_path, {"KVServerObserverCutOff"}, scrape, scrape)
+
+
+def test_events_that_are_not_handled_fill_their_queue_and_are_dropped(
+    make_daemon: Callable[..., Daemon], tmp_path: Path
+) -> None:
+    daemon = make_daemon(**at_fault("telemetry.chunk_lifecycle.ChunkLifecycle.handle", "hang"))
+    with Worker(daemon.endpoint) as worker:
+        before = daemon.http("/metrics")[1]
+        keys = make_keys(1)
+        while not daemon.metric("kvserver_events_dropped_total"):
+            for number in [worker.send(worker.lookup_message(keys, "r")) for _ in range(2000)]:
+                worker.reply_to(number)
+        firing(tmp_path, {"KVServerEventsQueued", "KVServerEventsDropped"}, before, daemon.http("/metrics")[1])
