@@ -18,7 +18,7 @@
 #   make wheel   dist/: a wheel for this Python and for systems with this one's glibc or a newer; with the GPU path where there is nvcc
 #   make sdist   dist/: the sources from which pip builds kvserver, with a C++ compiler and no git
 #   make image   the container image of deploy/Dockerfile, tagged and labelled with the version
-#   make dashboard  Grafana's dashboard, from deploy/grafana/panels.yaml, and the rules of Prometheus Operator, from deploy/prometheus
+#   make dashboard  Grafana's dashboard, from deploy/grafana/panels.yaml, the alerts' runbook_url (RUNBOOKS=...), and the rules of Prometheus Operator, from deploy/prometheus
 
 PYTHON ?= python3
 VENV := .venv
@@ -138,9 +138,9 @@ rules: $(VENV)/.installed $(PROMTOOL)
 	rm -rf build/recorded && mkdir -p build/recorded
 	PYTHONPATH=tests $(VENV)/bin/python .ci/metrics.py build/recorded
 	$(PROMTOOL) check metrics <build/recorded/after.txt
-	$(VENV)/bin/python .ci/dashboard.py rules >build/dashboard.yaml
+	PYTHONPATH=tests $(VENV)/bin/python .ci/dashboard.py rules >build/dashboard.yaml
 	$(PROMTOOL) check rules build/dashboard.yaml
-	$(VENV)/bin/python .ci/dashboard.py test build/recorded >build/dashboard_test.yaml
+	PYTHONPATH=tests $(VENV)/bin/python .ci/dashboard.py test build/recorded >build/dashboard_test.yaml
 	$(PROMTOOL) test rules build/dashboard_test.yaml
 
 build/promtool/usr/bin/promtool:
@@ -164,6 +164,7 @@ docs: $(VENV)/.installed
 
 dashboard: $(VENV)/.installed
 	$(VENV)/bin/python deploy/grafana/make.py
+	RUNBOOKS=$(RUNBOOKS) $(VENV)/bin/python deploy/prometheus/make.py
 	$(VENV)/bin/python deploy/kubernetes/make.py
 
 clean:

@@ -1,19 +1,15 @@
 """The dashboard's queries for promtool: `rules` prints them as recording rules; `test FOLDER` prints a test that runs them on the two scrapes
-of a real daemon that `.ci/metrics.py` left there, and requires of each whether it finds anything.
+of a real daemon that `.ci/metrics.py` left there, and requires of each whether it finds anything. Needs tests/ on its path.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 import yaml
-from prometheus_client.parser import text_string_to_metric_families
+from support.promtool import as_asked, panels, scraped
 
-DASHBOARD = Path(__file__).parent.parent / "deploy/grafana/kvserver.json"
-WINDOWS = {"$__rate_interval": "5m", "$__range": "3h"}  # what Grafana puts in
-CHOSEN = ("$instance", "$model", "$engine")  # all: .*
 EMPTY = {  # queries that find nothing of this daemon, and why
     "panel103:B": "its engine is not private",
     "panel114:A": "its engine publishes no KV events",
@@ -35,31 +31,18 @@ OTHERS = {
 
 
 def rules() -> list[dict[str, str]]:
-    found = []
-    top = json.loads(DASHBOARD.read_text())["panels"]
-    for panel in [inner for outer in top for inner in (outer, *outer.get("panels", []))]:
-        for target in panel.get("targets", []):
-            query = target["expr"]
-            for name, value in (WINDOWS | dict.fromkeys(CHOSEN, ".*")).items():
-                query = query.replace(name, value)
-            found.append({"record": f"panel{panel['id']}:{target['refId']}", "expr": query})
-    return found
-
-
-def scraped(path: Path) -> dict[str, float]:
-    """Values by series, as one daemon's of job kvserver."""
-    found = {}
-    for family in text_string_to_metric_families(path.read_text()):
-        for sample in family.samples:
-            labels = {**sample.labels, "job": "kvserver", "instance": "d"}
-            inside = ",".join(f"{name}={json.dumps(value)}" for name, value in labels.items())
-            found[f"{sample.name}{{{inside}}}"] = sample.value
-    return found
+    return [
+        {"record": f"panel{panel['id']}:{target['refId']}", "expr": as_asked(target["expr"])}
+        for panel in panels()
+        for target in panel.get("targets", [])
+    ]
 
 
 def test(folder: Path) -> dict[str, object]:
     """Five minutes of the first scrape, then the second: what changed did so within every window."""
-    before, after = scraped(folder / "before.txt"), scraped(folder / "after.txt")
+    before, after = (
+        scraped((folder / f"{name}.txt").read_text(), job="kvserver", instance="d") for name in ("before", "after")
+    )
     values = {name: (before.get(name, 0), value) for name, value in after.items()} | OTHERS
     series = [{"series": name, "values": f"{old:f}x5 {new:f}x5"} for name, (old, new) in values.items()]
     expected = [rule["record"] for rule in rules() if rule["record"] not in EMPTY]

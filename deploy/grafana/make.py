@@ -3,7 +3,8 @@
 panels.yaml lists rows of panels; all but those with `collapsed: false` are closed until they are clicked. A panel has a `title` and an `id` (links name it, so it never changes), `queries` by their legends, and
 where they differ from these defaults: `kind` timeseries (or stat, table, heatmap), `size` 8x8 of 24 columns, `unit` short, `text`.
 In queries [R] stands for the interval that fits the width, and in braces D selects the chosen daemons, M their chosen models, I their
-chosen engines, V the chosen models in vLLM's own metrics.
+chosen engines, V the chosen models in vLLM's own metrics. Two namespaces may have pods, engines, models and tiers of one name: queries and
+legends with such a name get the labels cluster and namespace, which are empty where Prometheus has none.
 """
 
 from __future__ import annotations
@@ -19,18 +20,23 @@ import yaml
 HERE = Path(__file__).parent
 OUT = HERE / "kvserver.json"
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
-DAEMON, MODEL, ENGINE = 'instance=~"$instance"', 'model_name=~"$model"', 'instance_id=~"$engine"'
-SELECTORS = {"D": DAEMON, "M": f"{DAEMON}, {MODEL}", "I": f"{DAEMON}, {MODEL}, {ENGINE}", "V": MODEL}
+WITHIN = 'cluster=~"$cluster", namespace=~"$namespace"'
+DAEMON, MODEL, ENGINE = f'{WITHIN}, instance=~"$instance"', 'model_name=~"$model"', 'instance_id=~"$engine"'
+SELECTORS = {"D": DAEMON, "M": f"{DAEMON}, {MODEL}", "I": f"{DAEMON}, {MODEL}, {ENGINE}", "V": f"{WITHIN}, {MODEL}"}
+NAMES = "instance|instance_id|model_name|tier|device"  # labels whose values are names, unique within a namespace only
 VARIABLES = {  # name: (label, query)
-    "instance": ("Daemon", "label_values(kvserver_build_info, instance)"),
+    "cluster": ("Cluster", "label_values(kvserver_build_info, cluster)"),
+    "namespace": ("Namespace", 'label_values(kvserver_build_info{cluster=~"$cluster"}, namespace)'),
+    "instance": ("Daemon", f"label_values(kvserver_build_info{{{WITHIN}}}, instance)"),
     "model": ("Model", "label_values(kvserver_lookup_requests_total{D}, model_name)"),
     "engine": ("Engine", "label_values(kvserver_lookup_requests_total{M}, instance_id)"),
 }
 
 
 def expanded(query: str) -> str:
-    """With selectors and intervals written out."""
+    """With selectors, intervals and the labels that keep names apart written out."""
     query = query.replace("[R]", "[$__rate_interval]")
+    query = re.sub(rf"\b(by|on) \((?=[^)]*\b(?:{NAMES})\b)", r"\1 (cluster, namespace, ", query)
     return re.sub(
         r"\{[^{}]*\}", lambda braces: re.sub(r"\b[DMIV]\b(?!\")", lambda m: SELECTORS[m[0]], braces[0]), query
     )
@@ -111,6 +117,7 @@ def _panel(panel: dict[str, Any]) -> dict[str, Any]:
 
 
 def _target(ref: str, kind: str, legend: str, query: str) -> dict[str, Any]:
+    legend = re.sub(rf"(?={{{{(?:{NAMES})}}}})", "{{cluster}} {{namespace}} ", legend, count=1)
     made = {"refId": ref, "datasource": SOURCE, "editorMode": "code", "expr": expanded(query), "legendFormat": legend}
     if kind == "table":
         return made | {"range": False, "instant": True, "format": "table"}
@@ -144,7 +151,7 @@ def _timeseries(panel: dict[str, Any]) -> dict[str, Any]:
 
 
 def _stat(panel: dict[str, Any]) -> dict[str, Any]:
-    """`words`: what to show for 0, in red, and 1, in green. `red_from`: the number from which it is red."""
+    """`words`: what to show for 0, in red, and 1, in green. `red_from`: the number from which it is red. `nothing`: what to show without data."""
     mappings = []
     if "words" in panel:
         bad, good = panel["words"]
@@ -155,6 +162,8 @@ def _stat(panel: dict[str, Any]) -> dict[str, Any]:
         steps.append({"color": "red", "value": panel["red_from"]})
     thresholds = {"mode": "absolute", "steps": steps}
     defaults = {"unit": panel.get("unit", "short"), "mappings": mappings, "thresholds": thresholds}
+    if "nothing" in panel:
+        defaults["noValue"] = panel["nothing"]
     last = {"calcs": ["lastNotNull"], "fields": "", "values": False}
     options = {
         "colorMode": "value",

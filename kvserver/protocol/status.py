@@ -334,6 +334,9 @@ class TierStatus(Struct, frozen=True, kw_only=True):
     queue_bytes: int = 0
     dropped: dict[str, int] = {}  # objects that were not written, by reason
     read_bytes_per_second: float = 0.0  # of fills lately; 0 if it is not known
+    read_only: bool = False  # as its URL has it
+    read_timeouts: int = 0  # of `timeouts`, and
+    read_errors: int = 0  # of `errors`: those of gets
 
 
 class WhatIfSize(Struct, frozen=True, kw_only=True):

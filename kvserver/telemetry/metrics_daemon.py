@@ -77,10 +77,11 @@ _L1_MODEL: tuple[Metric[ModelStatus], ...] = (
 )  # fmt: skip
 _TIER: tuple[Metric[TierStatus], ...] = (
     Metric("kvserver_l2_up", "1 while a tier of L2 is ready or can only be read, 0 while it is opening, unavailable or closed.", Kind.GAUGE, lambda of: +(of.state in ("ready", "read_only"))),
+    Metric("kvserver_l2_writable", "1 while a tier of L2 accepts objects, 0 while it does not; no series where its URL has read_only=true.", Kind.GAUGE, lambda of: None if of.read_only else +(of.state == "ready")),
     Metric("kvserver_l2_size_bytes", "Storage that a tier of L2 may use; 0 where the storage itself has the limit.", Kind.GAUGE, lambda of: of.size_bytes),
     Metric("kvserver_l2_used_bytes", "Storage of a tier of L2 that objects occupy, as far as the daemon knows.", Kind.GAUGE, lambda of: of.used_bytes),
     Metric("kvserver_l2_objects", "Objects (the KV of one chunk of one object group) that a tier of L2 has, as far as the daemon knows.", Kind.GAUGE, lambda of: of.objects),
-    Metric("kvserver_l2_reads", "Reads of objects from a tier of L2, by outcome.", Kind.COUNTER, lambda of: {"hit": of.hits, "miss": of.misses, "corrupt": of.corrupt, "timeout": of.timeouts, "error": of.errors}, ("outcome",)),
+    Metric("kvserver_l2_reads", "Reads of objects from a tier of L2, by outcome.", Kind.COUNTER, lambda of: {"hit": of.hits, "miss": of.misses, "corrupt": of.corrupt, "timeout": of.read_timeouts, "error": of.read_errors}, ("outcome",)),
     Metric("kvserver_l2_read_bytes", "Bytes of objects read from a tier of L2.", Kind.COUNTER, lambda of: of.read_bytes),
     Metric("kvserver_l2_read_bytes_per_second", "How fast fills read from a tier of L2 lately; 0 while it is not known.", Kind.GAUGE, lambda of: of.read_bytes_per_second),
     Metric("kvserver_l2_written_objects", "Objects written to a tier of L2.", Kind.COUNTER, lambda of: of.written_objects),

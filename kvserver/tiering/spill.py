@@ -4,6 +4,7 @@ Owns: the queue of each tier, what is admitted to it, and its rate. Refuses to k
 what is read back (`fills`).
 
 What no later start of an engine can find is offered to no tier, and what must stay on this machine to none that machines share.
+A tier with `read_only=true` is offered nothing.
 
 A queued object is not pinned: eviction never waits for storage, an object that left L1 before its turn is dropped and
 counted. It is pinned from its turn until its put ends. Keys are queued in the order of a prompt, so that parents are written
@@ -59,7 +60,7 @@ class _Queue:
     """The objects that wait for one tier."""
 
     configured: ConfiguredTier
-    has_opened: bool = False  # it could be written to since the start, or never will be
+    has_opened: bool = False  # it could be written to since the start
     waiting: deque[_Queued] = field(default_factory=deque)
     names: set[ObjectName] = field(default_factory=set)  # of those that wait or are being written
     queued: int = 0  # so far: the number of the last one
@@ -74,8 +75,7 @@ class _Queue:
     def opens(self) -> bool:
         """Nothing could be written to the tier yet, and that may change."""
         if not self.has_opened:
-            waits = self.configured.tier.state in ("opening", "unavailable")
-            self.has_opened = not waits or self.configured.url.read_only
+            self.has_opened = self.configured.tier.state not in ("opening", "unavailable")
         return not self.has_opened
 
 
@@ -131,6 +131,8 @@ class Spill:
                 self._offer(queue, namespace, coverage, missing)
 
     def _offer(self, queue: _Queue, namespace: bytes, coverage: Coverage, links: Sequence[_Link]) -> None:
+        if queue.configured.url.read_only:
+            return
         if not queue.configured.writable and not queue.opens():
             queue.dropped["not_writable"] += len(links)
             return
@@ -226,6 +228,7 @@ class Spill:
             replace(
                 queue.configured.tier.status(),
                 required=queue.configured.url.required,
+                read_only=queue.configured.url.read_only,
                 queue_objects=len(queue.waiting) + queue.puts,
                 queue_bytes=queue.waiting_bytes + queue.put_bytes,
                 dropped=_REASONS | queue.dropped,

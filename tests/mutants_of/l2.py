@@ -34,6 +34,7 @@ FILE_TURNS = "issues/test_one_call_looked_at_all_records_of_l2.py"
 
 MOVED = "issues/test_a_put_that_moved_was_cut_off_by_its_time_out.py"
 UNREADABLE = "issues/test_an_object_that_cannot_be_read_was_promised_for_ever.py"
+COUNTED = ("issues/test_failed_writes_to_l2_were_counted_as_reads.py",)
 FAILOVER = "issues/test_after_a_failover_a_tier_never_wrote_again.py"
 
 MUTANTS = (
@@ -190,6 +191,10 @@ MUTANTS = (
         "pages are used again while a get reads them",
         FILE_RECORDS, "FileRecords._release", "if extents in self._reads:", "if False:", (f"{FILES}::TestEviction",),
     ),
+    Mutant(
+        "a failed write to a file counts as a failed read",
+        FILE_PUTS, "FilePuts._ended", "of_get=False", "of_get=True", COUNTED,
+    ),
     # ---- files/tier.py ------------------------------------------------------------------------------
     Mutant(
         "pages of a clear that is not durable are used again",
@@ -309,6 +314,10 @@ MUTANTS = (
         "kvserver/l2/remote/names.py", "Names.of", "/{name.group}/", "/", REMOTE_PARTS,
     ),
     # ---- remote/tier.py -----------------------------------------------------------------------------
+    Mutant(
+        "a failed write to a store counts as a failed read",
+        REMOTE_TIER, "_Counts.add", 'failed and kind == "get"', "failed", COUNTED,
+    ),
     Mutant(
         "each object of a command that failed counts for the breaker",
         REMOTE_TIER, "RemoteTier._apply", "not 0 < job.command == self._failed_command", "True", LANE_TESTS,

@@ -229,6 +229,10 @@ MUTANTS = (
     ),
     # ---- spill.py -----------------------------------------------------------------------------------
     Mutant(
+        "a tier that may only be read counts each store as dropped",
+        SPILL, "Spill._offer", "if queue.configured.url.read_only:", "if False:", SPILL_TESTS,
+    ),
+    Mutant(
         "the queue of a tier has no bound",
         SPILL, "Spill._offer", "if len(queue.names) >= MOST_QUEUED:", "if False:", SPILL_TESTS,
     ),

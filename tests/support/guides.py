@@ -24,6 +24,7 @@ NEEDS = {
     "vllm": "An engine with a model: tests/vllm/test_vllm_guides.py starts one.",
     "bench": "Minutes of real engines: its page states what it printed.",
     "docker": "A container engine: test_operator_deploy.py takes the steps of the Dockerfile.",
+    "kubernetes": "A cluster: test_runbooks.py compares them with the pods that deploy/kubernetes makes.",
     "build": "Minutes of a compiler: test_packages.py makes and installs the packages.",
 }
 END = "trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT"

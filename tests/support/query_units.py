@@ -33,7 +33,7 @@ SHARE = Unit("share")
 def unit_of(query: str, kind: str = "timeseries") -> Unit:
     """ValueError if its metrics have different units. `kind`: of the panel."""
     bare = re.sub(r'"[^"]*"', "", query)
-    bare = re.sub(r"\{[^{}]*\}|\[[^\[\]]*\]| or vector\(0\)", "", bare)
+    bare = re.sub(r"\{[^{}]*\}|\[[^\[\]]*\]", "", bare).partition(" or 0 * ")[0]
     bare = re.sub(r"\b(by|on|ignoring|group_left) \([^()]*\)", "", bare)
     over, *under = _split(bare, "/")
     first = _of_terms(over, kind)

@@ -78,7 +78,7 @@ class FileGets:
         elif OUTCOMES[outcome] is TierOutcome.CORRUPT:
             self._found_corrupt(get, what)
         else:
-            tickets.counts.add_failure(outcome)
+            tickets.counts.add_failure(outcome, of_get=True)
             if outcome is FileOutcome.FAILED:
                 self._failed_to_read(get, what)
         tickets.end(ticket, OUTCOMES[outcome], what, moved if outcome is FileOutcome.DONE else 0, nanos)

@@ -111,7 +111,7 @@ class FilePuts:
         elif outcome is FileOutcome.FULL:
             tickets.end_full(put.ticket, what)
         else:
-            tickets.counts.add_failure(outcome)
+            tickets.counts.add_failure(outcome, of_get=False)
             tickets.end(put.ticket, OUTCOMES[outcome], what, nanos=nanos)
 
     def _is_current(self, put: _Put) -> bool:

@@ -31,6 +31,8 @@ class FileCounts:
     corrupt: int = 0
     timeouts: int = 0
     errors: int = 0
+    read_timeouts: int = 0
+    read_errors: int = 0
     written_objects: int = 0
     written_bytes: int = 0
     read_bytes: int = 0
@@ -39,11 +41,12 @@ class FileCounts:
     evictions: int = 0
     full: int = 0
 
-    def add_failure(self, outcome: FileOutcome) -> None:
-        if outcome is FileOutcome.LATE:
-            self.timeouts += 1
-        elif outcome is FileOutcome.FAILED:
-            self.errors += 1
+    def add_failure(self, outcome: FileOutcome, of_get: bool) -> None:
+        late, failed = outcome is FileOutcome.LATE, outcome is FileOutcome.FAILED
+        self.timeouts += late
+        self.errors += failed
+        self.read_timeouts += late and of_get
+        self.read_errors += failed and of_get
 
 
 class FileTickets:

@@ -371,6 +371,8 @@ class _Counts:
     corrupt: int = 0
     timeouts: int = 0
     errors: int = 0
+    read_timeouts: int = 0
+    read_errors: int = 0
     full: int = 0
     written_objects: int = 0
     written_bytes: int = 0
@@ -383,11 +385,14 @@ class _Counts:
 
     def add(self, kind: str, job: TierJob, result: Result) -> None:
         outcome = result.outcome
+        timed_out, failed = outcome is TierOutcome.TIMEOUT, outcome is TierOutcome.UNAVAILABLE and result.failed
         self.misses += outcome is TierOutcome.MISSING
         self.corrupt += outcome is TierOutcome.CORRUPT
-        self.timeouts += outcome is TierOutcome.TIMEOUT
+        self.timeouts += timed_out
+        self.errors += failed
+        self.read_timeouts += timed_out and kind == "get"
+        self.read_errors += failed and kind == "get"
         self.full += outcome is TierOutcome.FULL
-        self.errors += outcome is TierOutcome.UNAVAILABLE and result.failed
         if outcome is TierOutcome.DONE and kind == "get":
             self.hits += 1
             self.read_bytes += result.bytes

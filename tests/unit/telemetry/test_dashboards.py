@@ -23,7 +23,11 @@ from kvserver.protocol import ErrorCode
 DEPLOY = Path(__file__).parents[3] / "deploy"
 RULES = sorted(DEPLOY.glob("prometheus/*.yaml"))
 SERIES = {series: family for family in documented().values() for series in family.series}
-FROM_PROMETHEUS = {"job", "instance"}  # labels that Prometheus adds
+WITHIN = {
+    "cluster",
+    "namespace",
+}  # labels that Prometheus adds for several of these: `instance` may be a pod's name, unique in one only
+FROM_PROMETHEUS = {"job", "instance", *WITHIN}  # labels that Prometheus adds
 # Series that are not the daemon's, with labels that Prometheus does not add.
 FOREIGN = {"up": set[str](), **engine_series()}
 _NAME = re.compile(rf"(?<![\w:$])((?:\w+:)?kvserver_[\w:]*|process_\w+|{'|'.join(FOREIGN)})(?![\w:(])")
@@ -49,9 +53,10 @@ def panels() -> Iterator[dict[str, Any]]:
         yield from panel.get("panels", [])
 
 
-def test_the_dashboard_is_what_its_panels_make() -> None:
+@pytest.mark.parametrize("maker", ["grafana", "prometheus", "kubernetes"])
+def test_generated_files_are_what_their_sources_make(maker: str) -> None:
     made = subprocess.run(
-        [sys.executable, DEPLOY / "grafana/make.py", "--check"], capture_output=True, text=True, timeout=60
+        [sys.executable, DEPLOY / maker / "make.py", "--check"], capture_output=True, text=True, timeout=60
     )
     assert made.returncode == 0, made.stderr
 
@@ -204,7 +209,7 @@ def test_all_panels_use_the_chosen_data_source_and_variables() -> None:
             used = set(re.findall(r"\$(?!__)\{?(\w+)", target["expr"]))
             assert used <= names, f"panel {panel['title']}"
             chosen = "model" if names_in(target["expr"]) <= FOREIGN.keys() - {"up"} else "instance"
-            assert chosen in used, f"panel {panel['title']} shows daemons, or models, that were not chosen"
+            assert used >= {chosen, *WITHIN}, f"panel {panel['title']} shows daemons, or models, that were not chosen"
 
 
 def test_every_alert_states_its_severity_and_what_to_do() -> None:
@@ -212,11 +217,30 @@ def test_every_alert_states_its_severity_and_what_to_do() -> None:
     assert alerts
     for alert in alerts:
         assert alert["labels"]["severity"] in ("critical", "warning", "info")
-        assert alert["annotations"].keys() == {"summary", "runbook"}
+        assert alert["annotations"].keys() == {"summary", "runbook", "runbook_url"}
         assert "\n" not in alert["annotations"]["runbook"]
 
 
+def test_every_alert_has_a_runbook_and_every_runbook_an_alert() -> None:
+    headings = re.findall(r"^### (\w+)$", (DEPLOY / "guides/alerts.md").read_text(), re.MULTILINE)
+    assert headings == list(ALERTS)
+    urls = [alert["annotations"]["runbook_url"].partition("#") for alert in ALERTS.values()]
+    assert [anchor for _, _, anchor in urls] == [name.lower() for name in ALERTS]
+    (page,) = {page for page, _, _ in urls}
+    assert page.endswith("/deploy/guides/alerts.md")
+
+
 ALERTS = {rule["alert"]: rule for path in RULES for rule in rules(path) if "alert" in rule}
+
+
+def test_the_table_of_alerts_names_each_and_a_test_that_makes_it_fire() -> None:
+    row = re.compile(r"^\| \[(KVServer\w+)\]\(.*\| `(\S+)::(\w+)` \|$", re.MULTILINE)
+    rows = row.findall((DEPLOY / "README.md").read_text())
+    assert [name for name, _, _ in rows] == list(ALERTS)
+    for name, file, test in rows:
+        _, found, body = (DEPLOY.parent / "tests" / file).read_text().partition(f"def {test}(")
+        assert found, test
+        assert f'"{name}"' in re.split(r"\n(?:@|def )", body)[0], name
 
 
 def cases(name: str) -> list[dict[str, Any]]:
@@ -248,7 +272,7 @@ def test_series_of_the_rules_tests_are_real_ones() -> None:
             for given in test["input_series"]:
                 ((name, inside),) = _SELECTOR.findall(given["series"])
                 known = labels_of(name)
-                assert known == {label for label, _, _ in _MATCHER.findall(inside)}, given["series"]
+                assert known == {label for label, _, _ in _MATCHER.findall(inside)} | WITHIN, given["series"]
 
 
 def test_the_example_scrapes_the_default_port_and_loads_the_rules() -> None:

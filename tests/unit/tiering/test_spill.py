@@ -267,10 +267,13 @@ def test_only_what_was_loaded_is_written_with_admit_reused() -> None:
         assert s.keys() == used
 
 
-def test_a_tier_that_may_only_be_read_gets_nothing() -> None:
-    with spilling("&read_only=true") as s:
+@pytest.mark.parametrize("state", ["opening", "read_only"])
+def test_a_tier_that_is_configured_read_only_is_offered_nothing_and_drops_nothing(state: State) -> None:
+    """Each store counted as dropped, as if the tier had failed."""
+    with spilling("&read_only=true", state=state) as s:
         s.store(make_keys(3))
-        wait_until(lambda: s.dropped() == {"not_writable": 3})
+        status = s.status()
+        assert (status.read_only, status.queue_objects, s.dropped()) == (True, 0, {})
         assert not s.tier.began
 
 
@@ -300,9 +303,6 @@ def test_what_waits_for_a_tier_that_opens_without_writing_is_dropped(state: Stat
 
 def test_while_a_tier_opens_its_rules_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spill, "MOST_QUEUED", 10)
-    with spilling("&read_only=true", state="opening") as s:
-        s.store(make_keys(3))
-        wait_until(lambda: s.dropped() == {"not_writable": 3})
     with spilling("&admit=reused", state="opening") as s:
         s.store(make_keys(3))
         assert s.status().queue_objects == 0
