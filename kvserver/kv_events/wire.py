@@ -23,7 +23,9 @@ from kvserver.protocol import KVGroup
 Form = Literal[
     "bytes", "int", "hex"
 ]  # of a hash: whole; the last 8 bytes as an unsigned big-endian integer; whole, in hexadecimal for JSON
-Groups: TypeAlias = tuple[tuple[int, KVGroup], ...]  # the engine's KV cache groups, with the number that events give each
+Groups: TypeAlias = tuple[
+    tuple[int, KVGroup], ...
+]  # the engine's KV cache groups, with the number that events give each
 _MAIN_KINDS = ("full_attention", "mla_attention", "sink_full_attention")
 _EXTRA_KEYS = msgspec.msgpack.Decoder(list[list[Any] | None])
 _encoder = msgspec.msgpack.Encoder()
@@ -61,7 +63,7 @@ class BlockRemoved(_Removed):
     locality: str | None = None
 
 
-# Without a locality: Dynamo 1.6.1 reads a further text in an array as the kind of the group, and drops the event.
+# As vLLM 0.25 has them: consumers count their fields.
 class _StoredArray(_Stored, array_like=True):
     pass
 
@@ -123,9 +125,7 @@ class Writer:
     def stored(self, chunk: Description, run: Run, tier: Tier, groups: Groups) -> list[bytes]:
         return [_encoder.encode(event) for event in stored_events(chunk, run, tier, groups, self._form, self._stored)]
 
-    def removed(
-        self, hashes: bytes, hash_bytes: int, tier: Tier, groups: Groups, members: Members = ()
-    ) -> list[bytes]:
+    def removed(self, hashes: bytes, hash_bytes: int, tier: Tier, groups: Groups, members: Members = ()) -> list[bytes]:
         named = _hashes(hashes, hash_bytes, self._form)
         kind, locality = self._removed, _locality(self._removed, tier)
         return [_encoder.encode(kind(named, tier.value, index, **locality)) for index, _ in numbered(groups, members)]

@@ -60,7 +60,11 @@ def tokens_in_l1(indexer: DynamoIndexer, tokens: Sequence[int], number: int = 1)
 
 
 def test_vllms_router_sends_each_prompt_to_the_machine_that_has_it(
-    make_daemon: Callable[..., Daemon], make_worker: MakeWorker, make_endpoint: Callable[[], str], stack: ExitStack, tmp_path: Path
+    make_daemon: Callable[..., Daemon],
+    make_worker: MakeWorker,
+    make_endpoint: Callable[[], str],
+    stack: ExitStack,
+    tmp_path: Path,
 ) -> None:
     endpoints = [make_endpoint(), make_endpoint()]
     workers = [connected(make_worker(make_daemon(kv_events_endpoint=at))) for at in endpoints]
@@ -72,7 +76,11 @@ def test_vllms_router_sends_each_prompt_to_the_machine_that_has_it(
 
 
 def test_an_indexer_that_waits_for_the_daemon_needs_no_replay(
-    make_daemon: Callable[..., Daemon], make_worker: MakeWorker, make_endpoint: Callable[[], str], stack: ExitStack, tmp_path: Path
+    make_daemon: Callable[..., Daemon],
+    make_worker: MakeWorker,
+    make_endpoint: Callable[[], str],
+    stack: ExitStack,
+    tmp_path: Path,
 ) -> None:
     endpoint = make_endpoint()
     indexer = stack.enter_context(closing(DynamoIndexer(tmp_path)))
@@ -81,11 +89,18 @@ def test_an_indexer_that_waits_for_the_daemon_needs_no_replay(
     prompts = [prompt(1000 * number) for number in range(20)]
     for each in prompts:
         store(worker, each)
-    wait_until(lambda: [tokens_in_l1(indexer, each.tokens) for each in prompts] == [128] * 20, what="all 20 prompts are in the index")
+    wait_until(
+        lambda: [tokens_in_l1(indexer, each.tokens) for each in prompts] == [128] * 20,
+        what="all 20 prompts are in the index",
+    )
 
 
 def test_an_indexer_that_is_late_replays_what_it_missed(
-    make_daemon: Callable[..., Daemon], make_worker: MakeWorker, make_endpoint: Callable[[], str], stack: ExitStack, tmp_path: Path
+    make_daemon: Callable[..., Daemon],
+    make_worker: MakeWorker,
+    make_endpoint: Callable[[], str],
+    stack: ExitStack,
+    tmp_path: Path,
 ) -> None:
     endpoint, replay = make_endpoint(), make_endpoint()
     daemon = make_daemon(kv_events_endpoint=endpoint, kv_events_replay_endpoint=replay)
@@ -97,11 +112,18 @@ def test_an_indexer_that_is_late_replays_what_it_missed(
     indexer = stack.enter_context(closing(DynamoIndexer(tmp_path)))
     indexer.register(1, endpoint, BLOCK, replay)
     store(worker, late)
-    wait_until(lambda: [tokens_in_l1(indexer, each.tokens) for each in (early, late)] == [128] * 2, what="both prompts are in the index")
+    wait_until(
+        lambda: [tokens_in_l1(indexer, each.tokens) for each in (early, late)] == [128] * 2,
+        what="both prompts are in the index",
+    )
 
 
 def test_routers_see_the_full_attention_of_an_engine_whose_first_group_is_a_window(
-    make_daemon: Callable[..., Daemon], make_worker: MakeWorker, make_endpoint: Callable[[], str], stack: ExitStack, tmp_path: Path
+    make_daemon: Callable[..., Daemon],
+    make_worker: MakeWorker,
+    make_endpoint: Callable[[], str],
+    stack: ExitStack,
+    tmp_path: Path,
 ) -> None:
     endpoints = [make_endpoint(), make_endpoint()]
     daemons = [make_daemon(kv_events_endpoint=at) for at in endpoints]
@@ -117,10 +139,15 @@ def test_routers_see_the_full_attention_of_an_engine_whose_first_group_is_a_wind
         store(worker, each)
         worker.store(each.keys[1:], range(40, 42), group=1)
     wait_until(lambda: [router.chosen(each.tokens) for each in (one, other)] == [0, 1], what="each goes to its machine")
-    wait_until(lambda: [tokens_in_l1(indexer, one.tokens, 0), tokens_in_l1(indexer, other.tokens, 1)] == [128] * 2, what="both are in the index")
+    wait_until(
+        lambda: [tokens_in_l1(indexer, one.tokens, 0), tokens_in_l1(indexer, other.tokens, 1)] == [128] * 2,
+        what="both are in the index",
+    )
 
 
-def test_an_indexer_that_never_saw_a_window_stored_loses_nothing_by_its_removal(stack: ExitStack, tmp_path: Path) -> None:
+def test_an_indexer_that_never_saw_a_window_stored_loses_nothing_by_its_removal(
+    stack: ExitStack, tmp_path: Path
+) -> None:
     """Blocks of full attention and of a window have the same hashes."""
     here = namespace_prefix("weights")
     published = stack.enter_context(closing(Published(kv_events_replay_endpoint="")))

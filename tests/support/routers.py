@@ -123,7 +123,10 @@ def _worker(name: str) -> ThreadingHTTPServer:
             self.rfile.read(int(self.headers.get("content-length", 0)))
             choice = {"text": name, "index": 0, "finish_reason": "stop"}
             usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-            self._answer({"id": "x", "object": "text_completion", "created": 1, "model": MODEL} | {"choices": [choice], "usage": usage})
+            self._answer(
+                {"id": "x", "object": "text_completion", "created": 1, "model": MODEL}
+                | {"choices": [choice], "usage": usage}
+            )
 
         def _answer(self, body: dict[str, Any]) -> None:
             data = json.dumps(body).encode()

@@ -71,7 +71,9 @@ def test_a_map_carries_all_that_is_known_of_a_chunk() -> None:
 def test_what_is_unknown_is_left_out() -> None:
     event = stored(Writer("int", arrays=False), describe("a"), (0, 1), Tier.L2, ())
     assert (event["medium"], event["parent_block_hash"], event["lora_name"]) == ("STORAGE", None, None)
-    assert not {"extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window", "locality"} & set(event)
+    assert not {"extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window", "locality"} & set(
+        event
+    )
 
 
 @pytest.mark.parametrize("hash_bytes", [8, 16, 32])
