@@ -42,7 +42,12 @@ class Engine:
     def __init__(self):
         self.socket, self.number = zmq.Context.instance().socket(zmq.PUB), 0
         self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.bind(endpoint)
+        while True:
+            try:
+                self.socket.bind(endpoint)
+                break
+            except zmq.ZMQError:  # the address of the one before is not free yet
+                time.sleep(0.1)
         time.sleep(3)  # for the indexer to connect
 
     def publish(self, *events):

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # vllm-router 0.1.17, policy `kv_aware` with `--kv-event-source`: batches of KV events are read only if their topic is empty, vLLM's default.
-# vLLM's `--kv-events-config` may name a topic; the router has no flag for it, and drops those batches without a warning: it guesses.
-# Of a batch with a topic no line of the log states that it came. Events of KV cache groups other than 0 are not used either.
+# vLLM's `--kv-events-config` may name a topic; the router has no flag for it, and drops those batches without a warning: its choice is a guess.
+# Events of KV cache groups other than 0 are not used either, whatever their kind.
 #
 # Valid input: batches as vLLM 0.32 publishes them, and two HTTP servers in the place of engines.
 #

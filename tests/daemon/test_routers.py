@@ -20,6 +20,7 @@ from support.worker import Worker
 from kvserver.kv_events.types import KVChunk
 from kvserver.protocol import KVGroup, ObjectGroup
 
+pytestmark = pytest.mark.long
 BLOCK = 16
 MakeWorker = Callable[..., Worker]
 
