@@ -15,7 +15,7 @@ from kvserver.cli import replay_arguments
 from kvserver.cli import status as cli_status
 from kvserver.cli.commands import add_commands
 from kvserver.cli.http_client import NoAnswer
-from kvserver.config import add_flags, read_configuration
+from kvserver.config import add_flags, chosen_log_format, log_refused_start, read_configuration
 from kvserver.protocol import ConfigError
 
 _DOCTOR_EXAMPLES = """examples:
@@ -64,7 +64,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _run(arguments)
     except ConfigError as error:
-        print(f"kvserver: {error}", file=sys.stderr)
+        serves = arguments.command == "serve"
+        log_refused_start(str(error), chosen_log_format(vars(arguments)) if serves else "text")
         return 2
     except NoAnswer as error:
         print(error, file=sys.stderr)
@@ -81,7 +82,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.command == "serve":
         from kvserver.daemon import serve
 
-        return serve(read_configuration(vars(arguments)))
+        serve(read_configuration(vars(arguments)))
     if arguments.command == "doctor":
         from kvserver.cli import doctor
 

@@ -2,7 +2,7 @@
 
 from kvserver.config.capacity import HUGE_PAGE_BYTES, available_memory, bytes_beside_l1, memory_limit
 from kvserver.config.http_token import bearer, read_token
-from kvserver.config.logs import set_up_logging
+from kvserver.config.logs import log_refused_start, set_up_logging
 from kvserver.config.placement import Placement, choose_l1, gpu_cpus, gpu_node, interleaved_nodes
 from kvserver.config.settings import (
     GiB,
@@ -16,6 +16,15 @@ from kvserver.config.settings import (
 )
 from kvserver.config.shares import parse_shares
 from kvserver.config.socket_files import SocketFile
-from kvserver.config.sources import Configuration, add_flags, field_types, flag, read_configuration, variable
+from kvserver.config.sources import (
+    Configuration,
+    add_flags,
+    chosen_log_format,
+    field_types,
+    flag,
+    read_configuration,
+    variable,
+)
+from kvserver.config.stderr import library_lines_logged
 from kvserver.config.tiers import TierUrl, parse_tiers
 from kvserver.config.urls import forms_of, passwords_in, split_url, without_user

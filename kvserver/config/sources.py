@@ -7,10 +7,11 @@ settings mean.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -141,25 +142,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def read_configuration(arguments: dict[str, Any], environ: dict[str, str] | None = None) -> Configuration:
     """Merge defaults < TOML file < environment < `arguments`. ConfigError names flag, value and source."""
     environ = dict(os.environ) if environ is None else environ
-    known, repeatable = [*field_types(), *REMOVED], _repeatable()
     values: dict[str, Any] = {}
     sources: dict[str, Source] = {}
-
-    def set_value(name: str, value: Any, source: Source) -> None:
+    for name, value, source in _given(arguments, environ):
         if name in REMOVED:
             raise ConfigError(f"{source} is no setting any more: {REMOVED[name]}")
-        several = name in repeatable and isinstance(value, str)
+        several = name in _repeatable() and isinstance(value, str)
         values[name], sources[name] = (urls_in(value) if name in _URLS else value.split()) if several else value, source
-
-    if path := arguments.get("config"):
-        for key, value in _read_toml(path, known).items():
-            set_value(key.replace("-", "_"), value, Source("file", f"{path}: {key}"))
-    for name in known:
-        if (text := environ.get(variable(name))) is not None:
-            set_value(name, text, Source("environment", variable(name)))
-    for name, value in arguments.items():
-        if name in known:
-            set_value(name, value, Source("flag", flag(name)))
     try:
         settings = msgspec.convert(values, Settings, strict=False)
     except msgspec.ValidationError as error:
@@ -176,6 +165,29 @@ def read_configuration(arguments: dict[str, Any], environ: dict[str, str] | None
         settings = msgspec.structs.replace(settings, endpoint=default_endpoint())
         sources.pop("endpoint", None)
     return Configuration(settings, sources)
+
+
+def _given(arguments: dict[str, Any], environ: dict[str, str]) -> Iterator[tuple[str, Any, Source]]:
+    """All values that the user gave, those that win last. ConfigError if the file cannot be read."""
+    known = [*field_types(), *REMOVED]
+    if path := arguments.get("config"):
+        for key, value in _read_toml(path, known).items():
+            yield key.replace("-", "_"), value, Source("file", f"{path}: {key}")
+    for name in known:
+        if (text := environ.get(variable(name))) is not None:
+            yield name, text, Source("environment", variable(name))
+    for name, value in arguments.items():
+        if name in known:
+            yield name, value, Source("flag", flag(name))
+
+
+def chosen_log_format(arguments: dict[str, Any]) -> str:
+    """The form in which to report that read_configuration() failed."""
+    without_file = {name: value for name, value in arguments.items() if name != "config"}
+    for given in (arguments, without_file):
+        with contextlib.suppress(ConfigError):
+            return next((value for name, value, _ in reversed([*_given(given, dict(os.environ))]) if name == "log_format"), "text")
+    raise AssertionError("only the file can fail")
 
 
 _URLS = ("l2", "otlp_endpoint")  # with passwords, where the user gives one
