@@ -26,6 +26,7 @@ from kvserver.config import (
     parse_tiers,
     read_token,
     set_up_logging,
+    unknown_variables,
 )
 from kvserver.config.descriptors import raise_descriptor_limit
 from kvserver.copy import THIS_MACHINE, Devices, GpuRules, Hardware, chosen_l1, map_l1
@@ -53,6 +54,8 @@ def serve(configuration: Configuration, hardware: Hardware = THIS_MACHINE, drain
     for number in _KEPT_ALIVE_THROUGH:
         signal.signal(number, lambda _number, _frame: None)
     raise_descriptor_limit()
+    for name, meant in unknown_variables(os.environ).items():
+        log.warning("%s is no setting and has no effect%s", name, f"; do you mean {meant}?" if meant else "")
     with library_lines_logged():
         _parts = _run(configuration, hardware, drain_seconds)  # kept: L1 is unpinned where it is freed, for seconds
     log.info("stopped")
@@ -146,7 +149,7 @@ def _make_pages(configuration: Configuration, parts: Parts, server: Server, http
         taken = error.errno == errno.EADDRINUSE
         hint = "port 0 chooses a free one" if taken else "give an address of this machine and a port you may use"
         raise ConfigError(
-            f"--http-host {settings.http_host} --http-port {settings.http_port}: {error}; {hint}"
+            f"--http-host {settings.http_host} --http-port {settings.http_port}: {error.strerror}; {hint}"
         ) from None
     if pages.access.shut:
         log.warning(

@@ -23,8 +23,9 @@ from kvserver.config.sources import (
     field_types,
     flag,
     read_configuration,
+    unknown_variables,
     variable,
 )
-from kvserver.config.stderr import library_lines_logged
+from kvserver.config.stderr import LOG_FD, library_lines_logged
 from kvserver.config.tiers import TierUrl, parse_tiers
 from kvserver.config.urls import forms_of, passwords_in, split_url, without_user

@@ -83,6 +83,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         str,
         Meta(
             pattern=r"^(auto|off|bind:\d{1,4})$",
+            examples=["auto", "off", "bind:N"],
             description="Memory nodes of L1. auto interleaves over all nodes with processors, unless the daemon was "
             "started under a memory policy (numactl). bind:N keeps L1 on node N, for engines that run there. off "
             "leaves the choice to the kernel.",

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
+import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -34,6 +36,7 @@ from kvserver.config.shares import parse_shares
 from kvserver.config.tiers import parse_tiers
 from kvserver.config.urls import urls_in, without_user
 from kvserver.protocol import ConfigError, default_endpoint
+from kvserver.protocol.allowed import allowed, choices, field_of
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -82,8 +85,11 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+_PREFIX = "KVSERVER_"
+
+
 def variable(name: str) -> str:
-    return "KVSERVER_" + name.upper()
+    return _PREFIX + name.upper()
 
 
 def _defaults() -> dict[str, Any]:
@@ -111,11 +117,6 @@ def descriptions(of: type[msgspec.Struct] = Settings) -> dict[str, str]:
         metas = [m for m in get_args(hint)[1:] if isinstance(m, Meta)]
         found[name] = " ".join(m.description for m in metas if m.description)
     return found
-
-
-def choices(of: type[msgspec.Struct] = Settings) -> dict[str, tuple[Any, ...]]:
-    """The accepted values of settings with a fixed list of values, by field name."""
-    return {name: get_args(hint) for name, hint in get_type_hints(of).items() if get_origin(hint) is Literal}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -152,7 +153,8 @@ def read_configuration(arguments: dict[str, Any], environ: dict[str, str] | None
     try:
         settings = msgspec.convert(values, Settings, strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigError(_bad(*_field_and_reason(str(error)), values, sources)) from None
+        name = field_of(error)
+        raise ConfigError(_bad(name, f"write {allowed(Settings, name)}", values, sources)) from None
     for name, check in _CHECKS.items():
         try:
             check(getattr(settings, name))
@@ -186,7 +188,10 @@ def chosen_log_format(arguments: dict[str, Any]) -> str:
     without_file = {name: value for name, value in arguments.items() if name != "config"}
     for given in (arguments, without_file):
         with contextlib.suppress(ConfigError):
-            return next((value for name, value, _ in reversed([*_given(given, dict(os.environ))]) if name == "log_format"), "text")
+            return next(
+                (value for name, value, _ in reversed([*_given(given, dict(os.environ))]) if name == "log_format"),
+                "text",
+            )
     raise AssertionError("only the file can fail")
 
 
@@ -217,26 +222,49 @@ _CHECKS: dict[str, Callable[[Any], object]] = {  # checks that a type cannot exp
 def _read_toml(path: str, names: list[str]) -> dict[str, Any]:
     try:
         table = tomllib.loads(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"--config {path}: the file is not UTF-8 text") from None
+    except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"--config {path}: {error}") from None
-    if unknown := [key for key in table if key.replace("-", "_") not in names]:
-        known = sorted(name.replace("_", "-") for name in names if name not in REMOVED)
-        raise ConfigError(f"--config {path}: unknown keys {unknown}; known are {known}")
+    known = sorted(name.replace("_", "-") for name in names if name not in REMOVED)
+    for key in table:
+        if key.replace("-", "_") not in names:
+            near = nearest(key, known)
+            hint = f"do you mean {near}?" if near else f"known are {', '.join(known)}"
+            raise ConfigError(f"--config {path}: {key} is no setting; {hint}")
     return table
 
 
-def _field_and_reason(message: str) -> tuple[str, str]:
-    """Field and reason of a msgspec.ValidationError: "Expected `int` - at `$.http_port`"."""
-    match = re.search(r" - at `\$\.(\w+)", message)
-    return (match[1], message[: match.start()]) if match else ("", message)
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known name that `name` may be a misspelling of; "" if there is none."""
+    plain = {re.sub("[-_]", "", one).lower(): one for one in known}
+    near = difflib.get_close_matches(re.sub("[-_]", "", name).lower(), plain, 1, 0.7)
+    return plain[near[0]] if near else ""
+
+
+# What Kubernetes sets for each Service whose name begins with kvserver.
+_OF_A_SERVICE = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)$")
+
+
+def unknown_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables `KVSERVER_*` that are no setting, each with the variable that may be meant, or ""."""
+    settings = [*field_types(), *REMOVED]
+    found = {}
+    for name in sorted(environ):
+        prefix, rest = name[: len(_PREFIX)], name[len(_PREFIX) :]
+        if prefix.upper() == _PREFIX and name not in map(variable, settings) and not _OF_A_SERVICE.search(name):
+            near = nearest(rest, field_types())
+            found[name] = variable(near) if near else ""
+    return found
 
 
 def _bad(name: str, reason: str, values: dict[str, Any], sources: dict[str, Source]) -> str:
-    if not name:
-        return f"bad setting: {reason}"
-    source = sources[name]
+    source, value = sources[name], _shown(name, values[name])
     origin = "" if source.kind == "flag" else f" (from {'--config' if source.kind == 'file' else 'the'} {source})"
-    return f"bad setting: {flag(name)} {_shown(name, values[name])!r}{origin}: {reason}"
+    text = repr(value) if isinstance(value, str) else json.dumps(value, default=str)  # as a file has it
+    return f"bad setting: {flag(name)} {text}{origin}: {reason}"
 
 
 def _shown(name: str, value: Any) -> Any:

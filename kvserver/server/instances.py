@@ -87,6 +87,11 @@ class WorkerGroup:
         return chunks_of(namespace) if self.layout.tails else namespace
 
 
+def log_fields(rank: RegisterWorker) -> dict[str, str | int]:
+    """Fields of log records about a rank."""
+    return {"instance_id": rank.instance_id, "model_name": rank.model_name, "rank": rank.rank}
+
+
 @dataclass(eq=False)
 class Worker:
     """One rank."""

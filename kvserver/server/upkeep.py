@@ -18,7 +18,7 @@ from kvserver.copy import Completion, Devices, Tickets
 from kvserver.events import Bus, L1Cleared
 from kvserver.server.ages import Ages
 from kvserver.server.fills import Fills
-from kvserver.server.instances import Disconnect
+from kvserver.server.instances import Disconnect, log_fields
 from kvserver.server.l2_events import L2Events
 from kvserver.server.lifeline import Lifeline
 from kvserver.server.loads import Loads
@@ -113,7 +113,10 @@ class Upkeep:
             case LoadTicket():
                 self.loads.ended(ticket, completion)
         if completion.outcome == Outcome.MEMORY_LOST:
-            log.warning("worker %s/%d: %s; dropped", worker.spec.instance_id, worker.spec.rank, completion.what)
+            log.warning(
+                "worker %s/%d: %s; dropped", worker.spec.instance_id, worker.spec.rank, completion.what,
+                extra=log_fields(worker.spec),
+            )  # fmt: skip
             self.workers.close_worker(worker, Disconnect.DIED)
         self.workers.unmap_if_idle(worker)
 
