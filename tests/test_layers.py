@@ -41,7 +41,7 @@ ROOMS = [name for name in ORDER if (PACKAGE / name).is_dir()]
 STATUS = {"protocol.status", "protocol.kv_status"}  # for the daemon and its readers, never for engines
 LISTENING = {"config.descriptors", "config.listen_gate"}  # for what listens
 BESIDE_THE_FACE = {
-    *("protocol.allowed", "protocol.client", *STATUS, *LISTENING),
+    *("protocol.client", *STATUS, *LISTENING),
     *("telemetry.otlp", "telemetry.tracing", "telemetry.prometheus", "telemetry.metrics_process"),
 }
 NO_FACE = {"web", "cli", "bench"}  # rooms whose modules are imported by name, by few

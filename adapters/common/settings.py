@@ -11,8 +11,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from kvserver.protocol import default_endpoint
-from kvserver.protocol.allowed import allowed, field_of
+from kvserver.protocol import allowed_values, default_endpoint, failed_field
 
 log = logging.getLogger("vllm.kvserver")
 
@@ -92,6 +91,6 @@ def read_settings(kind: type[S], extra_config: dict[str, Any]) -> S:
     try:
         settings = msgspec.convert(values, kind, strict=False)
     except msgspec.ValidationError as error:
-        name = field_of(error)
-        raise ValueError(f"{PREFIX + name} {values[name]!r}: write {allowed(kind, name)}") from None
+        name = failed_field(error)
+        raise ValueError(f"{PREFIX + name} {values[name]!r}: write {allowed_values(kind, name)}") from None
     return settings if settings.endpoint else msgspec.structs.replace(settings, endpoint=default_endpoint())

@@ -3,15 +3,14 @@
 from kvserver.config.capacity import HUGE_PAGE_BYTES, available_memory, bytes_beside_l1, memory_limit
 from kvserver.config.http_token import bearer, read_token
 from kvserver.config.logs import log_refused_start, set_up_logging
+from kvserver.config.otlp import OtlpEndpoint, parse_otlp_endpoint
 from kvserver.config.placement import Placement, choose_l1, gpu_cpus, gpu_node, interleaved_nodes
 from kvserver.config.settings import (
     GiB,
     MiB,
-    OtlpEndpoint,
     Settings,
     parse_events_endpoint,
     parse_gpus,
-    parse_otlp_endpoint,
     parse_size,
 )
 from kvserver.config.shares import parse_shares

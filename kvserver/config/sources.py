@@ -21,6 +21,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Meta
 
+from kvserver.config.otlp import ENDPOINT_VARIABLE, endpoint_of_sdk, parse_otlp_endpoint
 from kvserver.config.settings import (
     MIN_L1_BYTES,
     REMOVED,
@@ -29,14 +30,12 @@ from kvserver.config.settings import (
     check_placeholders,
     parse_events_endpoint,
     parse_gpus,
-    parse_otlp_endpoint,
     parse_size,
 )
 from kvserver.config.shares import parse_shares
 from kvserver.config.tiers import parse_tiers
 from kvserver.config.urls import urls_in, without_user
-from kvserver.protocol import ConfigError, default_endpoint
-from kvserver.protocol.allowed import allowed, choices, field_of
+from kvserver.protocol import ConfigError, allowed_values, choices_of, default_endpoint, failed_field
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -145,6 +144,11 @@ def read_configuration(arguments: dict[str, Any], environ: dict[str, str] | None
     environ = dict(os.environ) if environ is None else environ
     values: dict[str, Any] = {}
     sources: dict[str, Source] = {}
+    try:
+        if of_sdk := endpoint_of_sdk(environ):
+            values["otlp_endpoint"], sources["otlp_endpoint"] = of_sdk, Source("environment", ENDPOINT_VARIABLE)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     for name, value, source in _given(arguments, environ):
         if name in REMOVED:
             raise ConfigError(f"{source} is no setting any more: {REMOVED[name]}")
@@ -153,8 +157,8 @@ def read_configuration(arguments: dict[str, Any], environ: dict[str, str] | None
     try:
         settings = msgspec.convert(values, Settings, strict=False)
     except msgspec.ValidationError as error:
-        name = field_of(error)
-        raise ConfigError(_bad(name, f"write {allowed(Settings, name)}", values, sources)) from None
+        name = failed_field(error)
+        raise ConfigError(_bad(name, f"write {allowed_values(Settings, name)}", values, sources)) from None
     for name, check in _CHECKS.items():
         try:
             check(getattr(settings, name))
@@ -276,7 +280,7 @@ def _shown(name: str, value: Any) -> Any:
 
 def markdown_table(settings: type[msgspec.Struct], title: str, label: Callable[[str], str]) -> str:
     """The settings as a table for people."""
-    texts, allowed = descriptions(settings), choices(settings)
+    texts, allowed = descriptions(settings), choices_of(settings)
     lines = [f"| {title} | default | what it does, what it costs |", "| --- | --- | --- |"]
     for field in msgspec.structs.fields(settings):
         text = texts[field.name]

@@ -14,20 +14,20 @@ from msgspec import inspect
 _FIELD = re.compile(r" - at `\$\.(\w+)")
 
 
-def field_of(error: msgspec.ValidationError) -> str:
+def failed_field(error: msgspec.ValidationError) -> str:
     """The field that a conversion failed at; "" if it names none."""
     match = _FIELD.search(str(error))
     return match[1] if match else ""
 
 
-def choices(of: type[msgspec.Struct]) -> dict[str, tuple[Any, ...]]:
+def choices_of(of: type[msgspec.Struct]) -> dict[str, tuple[Any, ...]]:
     """The accepted values of settings with a fixed list of values, by field name."""
     return {name: get_args(hint) for name, hint in get_type_hints(of).items() if get_origin(hint) is Literal}
 
 
-def allowed(of: type[msgspec.Struct], name: str) -> str:
+def allowed_values(of: type[msgspec.Struct], name: str) -> str:
     """What to write for a field: "a whole number from 0 to 65535"."""
-    if fixed := choices(of).get(name):
+    if fixed := choices_of(of).get(name):
         return f"one of {', '.join(fixed)}"
     field = get_type_hints(of, include_extras=True)[name]
     examples = [one for meta in get_args(field)[1:] for one in getattr(meta, "examples", None) or ()]

