@@ -144,8 +144,9 @@ class Observability:
         ]
         published = publisher_families(self.publisher.status() if self.publisher is not None else PublisherStatus())
         families = all_families(status, rpc, [*more, *published])
-        for family in families if self.traces is not None else ():
-            family.exemplars = self.traces.exemplars.get(family.name, {})
+        if self.traces is not None:
+            for family in families:
+                family.exemplars = self.traces.exemplars.get(family.name, {})
         return families
 
     def reopen_files(self) -> None:

@@ -29,7 +29,7 @@ void copy_last_words(int from, int to) {
     const bool was_on = source >= 0;
     source = from;
     target = to;
-    struct sigaction ours {};
+    struct sigaction ours{};
     ours.sa_handler = on_fatal;
     ours.sa_flags = SA_NODEFER;  // or raise() would return
     if (from >= 0 && !was_on) {

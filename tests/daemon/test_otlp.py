@@ -136,7 +136,7 @@ def test_a_bad_endpoint_of_opentelemetrys_variables_is_refused_with_its_name(nam
         ("http://c:4317", {"OTEL_SDK_DISABLED": "true"}, ""),
     ],
 )
-def test_a_grpc_endpoint_of_opentelemetrys_variables_has_tls_as_the_specification_says(url, more, endpoint):
+def test_a_grpc_endpoint_of_opentelemetrys_variables_has_tls_unless_its_scheme_is_http(url, more, endpoint):
     given = {"OTEL_EXPORTER_OTLP_ENDPOINT": url, "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"} | more
     assert read_configuration({}, given).settings.otlp_endpoint == endpoint
     assert read_configuration({"otlp_endpoint": "grpc://flag:1"}, given).settings.otlp_endpoint == "grpc://flag:1"

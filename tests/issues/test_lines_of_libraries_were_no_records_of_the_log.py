@@ -36,7 +36,7 @@ def records(log: str) -> list[dict[str, Any]]:
 def run(end: str, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", LIBRARY.replace("{end}", end), *words]
     environ = os.environ | environ
-    return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=20, env=environ)
+    return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=20, env=environ, cwd="/")
 
 
 def test_a_line_that_a_library_writes_to_stderr_is_a_record() -> None:
