@@ -58,7 +58,7 @@ MUTANTS = (
     Mutant(
         "the last line before an abort is lost",
         "kvserver/config/stderr.py", "library_lines_logged", "copy_last_words(read.fileno(), former.fileno())", "pass",
-        ("issues/test_lines_of_libraries_were_no_records_of_the_log.py",),
+        ("issues/test_lines_of_libraries_were_no_records_of_the_log.py::test_the_last_line_before_a_fatal_signal_is_written",),
     ),
     # ---- urls.py ------------------------------------------------------------------------------------
     Mutant(
