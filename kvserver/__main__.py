@@ -15,7 +15,7 @@ from kvserver.cli import replay_arguments
 from kvserver.cli import status as cli_status
 from kvserver.cli.commands import add_commands
 from kvserver.cli.http_client import NoAnswer
-from kvserver.config import add_flags, chosen_log_format, log_refused_start, read_configuration
+from kvserver.config import add_flags, chosen_log_format, log_refused_start, read_configuration, unknown_flags
 from kvserver.protocol import ConfigError
 
 _DOCTOR_EXAMPLES = """examples:
@@ -60,8 +60,12 @@ def main(argv: list[str] | None = None) -> int:
     doctor.add_argument("--overwrite", action="store_true", help="with --bundle: replace FILE")
     add_flags(doctor)  # of the daemon that is to run
     add_commands(commands)
-    arguments = parser.parse_args(argv)
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown and arguments.command != "serve":
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
+        if unknown:
+            raise ConfigError(unknown_flags(unknown))
         return _run(arguments)
     except ConfigError as error:
         serves = arguments.command == "serve"

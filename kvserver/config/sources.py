@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import json
 import os
-import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -21,6 +19,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Meta
 
+from kvserver.config.names import flag, nearest, variable
 from kvserver.config.otlp import ENDPOINT_VARIABLE, endpoint_of_sdk, parse_otlp_endpoint
 from kvserver.config.settings import (
     MIN_L1_BYTES,
@@ -78,17 +77,6 @@ class Configuration:
             }
             for name, default in defaults.items()
         }
-
-
-def flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-_PREFIX = "KVSERVER_"
-
-
-def variable(name: str) -> str:
-    return _PREFIX + name.upper()
 
 
 def _defaults() -> dict[str, Any]:
@@ -239,29 +227,6 @@ def _read_toml(path: str, names: list[str]) -> dict[str, Any]:
             hint = f"do you mean {near}?" if near else f"known are {', '.join(known)}"
             raise ConfigError(f"--config {path}: {key} is no setting; {hint}")
     return table
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The known name that `name` may be a misspelling of; "" if there is none."""
-    plain = {re.sub("[-_]", "", one).lower(): one for one in known}
-    near = difflib.get_close_matches(re.sub("[-_]", "", name).lower(), plain, 1, 0.7)
-    return plain[near[0]] if near else ""
-
-
-# What Kubernetes sets for each Service whose name begins with kvserver.
-_OF_A_SERVICE = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)$")
-
-
-def unknown_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables `KVSERVER_*` that are no setting, each with the variable that may be meant, or ""."""
-    settings = [*field_types(), *REMOVED]
-    found = {}
-    for name in sorted(environ):
-        prefix, rest = name[: len(_PREFIX)], name[len(_PREFIX) :]
-        if prefix.upper() == _PREFIX and name not in map(variable, settings) and not _OF_A_SERVICE.search(name):
-            near = nearest(rest, field_types())
-            found[name] = variable(near) if near else ""
-    return found
 
 
 def _bad(name: str, reason: str, values: dict[str, Any], sources: dict[str, Source]) -> str:

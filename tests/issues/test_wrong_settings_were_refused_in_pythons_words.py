@@ -13,6 +13,7 @@ from kvserver.adapters.common.settings import CommonSettings, read_settings
 from msgspec import Meta
 from support.daemon import wait_until
 
+from kvserver.__main__ import main
 from kvserver.config import unknown_variables
 from kvserver.config.sources import field_types, read_configuration
 from kvserver.protocol import ConfigError, allowed_values
@@ -84,6 +85,23 @@ def test_a_bad_file_is_refused_with_its_name_and_the_reason(tmp_path: Path, cont
     if content is not None:
         file.write_bytes(content)
     assert refusal({"config": str(file)}).startswith(f"--config {file}: {why}")
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--l1-sise", "1GiB"], "--l1-sise is no setting; do you mean --l1-size?"),
+        (["--colour=user:password"], "--colour is no setting; kvserver serve --help lists all"),
+        (["password"], "a value without a flag is on the command line"),
+    ],
+)
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_a_misspelt_flag_is_refused_with_the_nearest_one_in_the_form_of_the_log(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str], why: str, form: str
+) -> None:
+    monkeypatch.setattr("kvserver.__main__.log_refused_start", lambda *told: print(*told))
+    assert main(["serve", "--log-format", form, *words]) == 2
+    assert capsys.readouterr().out == f"{why} {form}\n"
 
 
 def test_a_misspelt_variable_is_named_with_the_nearest_setting() -> None:
