@@ -99,7 +99,7 @@ def test_a_bad_file_is_refused_with_its_name_and_the_reason(tmp_path: Path, cont
 def test_a_misspelt_flag_is_refused_with_the_nearest_one_in_the_form_of_the_log(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str], why: str, form: str
 ) -> None:
-    monkeypatch.setattr("kvserver.__main__.log_refused_start", lambda *told: print(*told))
+    monkeypatch.setattr("kvserver.__main__.log_refused_start", lambda *words: print(*words))
     assert main(["serve", "--log-format", form, *words]) == 2
     assert capsys.readouterr().out == f"{why} {form}\n"
 
