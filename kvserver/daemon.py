@@ -178,7 +178,7 @@ def _handle_signals(server: Server, observability: Observability) -> None:
 
 
 def _report_ready(settings: Settings, port: int, parts: Parts) -> None:
-    """In one line for people and programs on stdout, and as a record of the log."""
+    """Report the start: a line on stdout for people and programs, and a record of the log."""
     facts: dict[str, str | int] = {
         "endpoint": settings.endpoint,
         "http": f"http://{settings.http_host}:{port}",

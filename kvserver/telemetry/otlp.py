@@ -190,7 +190,7 @@ def resource(endpoint: str) -> Resource:
 
 
 def _instance_id(endpoint: str) -> str:
-    """The same after a restart, and another one for each daemon of a machine and each pod."""
+    """An id that stays after a restart, and that no other daemon of the machine and no other pod has."""
     with contextlib.suppress(OSError):
         endpoint += "\n" + Path("/etc/machine-id").read_text().strip()
     return str(uuid.uuid5(_INSTANCE_IDS, f"{socket.gethostname()}\n{endpoint}"))
