@@ -33,6 +33,9 @@ class Outcome(enum.Enum):
     MEMORY_LOST = 4
     DEVICE_LOST = 5
 
+def next_lines(from_: int) -> bytes:
+    """Lines in a stream socket; `csrc/copy/last_words.h` is the manual."""
+
 def copy_last_words(from_: int, to: int) -> None:
     """Descriptors; `csrc/copy/last_words.h` is the manual."""
 

@@ -5,6 +5,9 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <string_view>
 
 namespace kvserver {
 namespace {
@@ -12,18 +15,50 @@ namespace {
 std::atomic<int> source{-1}, target{-1};
 struct sigaction former_abort, former_fault;
 
+char unlogged[1 << 14];  // what was read, so that a signal handler finds it
+std::atomic<size_t> used{0};
+size_t returned = 0;  // of these
+
+bool write_all(const char* bytes, size_t count) {
+    return write(target, bytes, count) == static_cast<ssize_t>(count);
+}
+
 // Only calls that a signal handler may make.
 void on_fatal(int number) {
+    bool written = write_all(unlogged, used);
     char bytes[4096];
     ssize_t count;
-    while ((count = recv(source, bytes, sizeof bytes, MSG_DONTWAIT)) > 0)
-        if (write(target, bytes, static_cast<size_t>(count)) != count) break;
+    while (written && (count = recv(source, bytes, sizeof bytes, MSG_DONTWAIT)) > 0)
+        written = write_all(bytes, static_cast<size_t>(count));
     dup2(target, STDERR_FILENO);
     sigaction(number, number == SIGABRT ? &former_abort : &former_fault, nullptr);
     raise(number);
 }
 
 }  // namespace
+
+std::string next_lines(int from) {
+    const size_t left = used - returned;
+    std::memmove(unlogged, unlogged + returned, left);
+    used = left;
+    size_t ended = 0;
+    while (ended == 0) {
+        const std::string_view read(unlogged, used);
+        ended = read.rfind('\n') + 1;  // 0 without one
+        if (ended != 0) break;
+        const ssize_t count = read.size() < sizeof unlogged ? recv(from, unlogged + read.size(),
+                                                                   sizeof unlogged - read.size(), 0)
+                                                            : 0;
+        if (count < 0 && errno == EINTR) continue;
+        if (count <= 0) {
+            ended = read.size();
+            break;
+        }
+        used += static_cast<size_t>(count);
+    }
+    returned = ended;
+    return std::string(unlogged, ended);
+}
 
 void copy_last_words(int from, int to) {
     const bool was_on = source >= 0;

@@ -20,12 +20,11 @@ import threading
 from collections.abc import Iterator
 from typing import TextIO
 
-from kvserver._native import copy_last_words
+from kvserver._native import copy_last_words, next_lines
 
 log = logging.getLogger("kvserver.stderr")
 
 LOG_FD = 100  # a fixed one, by which `kvserver doctor --bundle` finds the log
-_LONGEST_LINE = 8192  # characters; what is longer becomes several records
 _LAST_LINES_SECONDS = 1.0
 
 
@@ -58,7 +57,8 @@ def _write_records_to(stream: TextIO) -> None:
 
 
 def _log_lines(read: socket.socket) -> None:
-    with read, read.makefile("r", errors="replace") as lines:
-        while line := lines.readline(_LONGEST_LINE):
-            if text := line.strip():
-                log.warning("%s", text)
+    with read:
+        while lines := next_lines(read.fileno()):
+            for line in lines.decode(errors="replace").split("\n"):
+                if text := line.strip():
+                    log.warning("%s", text)
