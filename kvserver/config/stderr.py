@@ -24,7 +24,7 @@ from kvserver._native import copy_last_words, next_lines
 
 log = logging.getLogger("kvserver.stderr")
 
-LOG_FD = 100  # a fixed one, by which `kvserver doctor --bundle` finds the log
+LOG_FD = 10  # a fixed one, by which `kvserver doctor --bundle` finds the log
 _LAST_LINES_SECONDS = 1.0
 
 
