@@ -47,6 +47,7 @@ class _Request:
 
 class Traces(Subscriber):
     name = "traces"
+    handles = frozenset({LookupEnded, CopyEnded, CopyRefused, RequestEnded, InstanceDisconnected})
 
     def __init__(
         self,
