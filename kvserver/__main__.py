@@ -15,7 +15,7 @@ from kvserver.cli import replay_arguments
 from kvserver.cli import status as cli_status
 from kvserver.cli.commands import add_commands
 from kvserver.cli.http_client import NoAnswer
-from kvserver.config import add_flags, read_configuration
+from kvserver.config import add_flags, chosen_log_format, log_refused_start, read_configuration, unknown_flags
 from kvserver.protocol import ConfigError
 
 _DOCTOR_EXAMPLES = """examples:
@@ -60,11 +60,16 @@ def main(argv: list[str] | None = None) -> int:
     doctor.add_argument("--overwrite", action="store_true", help="with --bundle: replace FILE")
     add_flags(doctor)  # of the daemon that is to run
     add_commands(commands)
-    arguments = parser.parse_args(argv)
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown and arguments.command != "serve":
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
+        if unknown:
+            raise ConfigError(unknown_flags(unknown))
         return _run(arguments)
     except ConfigError as error:
-        print(f"kvserver: {error}", file=sys.stderr)
+        serves = arguments.command == "serve"
+        log_refused_start(str(error), chosen_log_format(vars(arguments)) if serves else "text")
         return 2
     except NoAnswer as error:
         print(error, file=sys.stderr)
@@ -81,7 +86,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.command == "serve":
         from kvserver.daemon import serve
 
-        return serve(read_configuration(vars(arguments)))
+        serve(read_configuration(vars(arguments)))
     if arguments.command == "doctor":
         from kvserver.cli import doctor
 

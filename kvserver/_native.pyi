@@ -33,6 +33,12 @@ class Outcome(enum.Enum):
     MEMORY_LOST = 4
     DEVICE_LOST = 5
 
+def next_lines(from_: int) -> bytes:
+    """Lines in a stream socket; `csrc/copy/last_words.h` is the manual."""
+
+def copy_last_words(from_: int, to: int) -> None:
+    """Descriptors; `csrc/copy/last_words.h` is the manual."""
+
 def pack_blocks(ids: list[int]) -> bytes:
     """The wire form of ids; `csrc/tables/block_runs.h` is the manual."""
 

@@ -17,7 +17,17 @@ from typing import NoReturn
 from kvserver import __version__
 from kvserver._native import HostRegion
 from kvserver.cache import POLICIES, Cache, PagePool, page_bytes_for
-from kvserver.config import Configuration, Placement, Settings, parse_shares, parse_tiers, read_token, set_up_logging
+from kvserver.config import (
+    Configuration,
+    Placement,
+    Settings,
+    library_lines_logged,
+    parse_shares,
+    parse_tiers,
+    read_token,
+    set_up_logging,
+    unknown_variables,
+)
 from kvserver.config.descriptors import raise_descriptor_limit
 from kvserver.copy import THIS_MACHINE, Devices, GpuRules, Hardware, chosen_l1, map_l1
 from kvserver.engines import Lifelines
@@ -37,16 +47,28 @@ _LAST_WORDS_MS = 100  # for replies on their way to engines when a device is los
 EXIT_DEVICE_LOST = 3  # a GPU failed for good: a new process may have better luck
 
 
-def serve(configuration: Configuration, hardware: Hardware = THIS_MACHINE, drain_seconds: float = 5.0) -> int:
-    """Run until SIGTERM or SIGINT; returns the exit code. ConfigError if the daemon cannot start.
+def serve(configuration: Configuration, hardware: Hardware = THIS_MACHINE, drain_seconds: float = 5.0) -> NoReturn:
+    """Run until SIGTERM or SIGINT, then end the process. ConfigError if the daemon cannot start.
 
     `drain_seconds`: for the copies under way to end.
     """
-    settings = configuration.settings
-    set_up_logging(settings)
+    set_up_logging(configuration.settings)
     for number in _KEPT_ALIVE_THROUGH:
         signal.signal(number, lambda _number, _frame: None)
     raise_descriptor_limit()
+    for name, meant in unknown_variables(os.environ).items():
+        log.warning("%s is no setting and has no effect%s", name, f"; do you mean {meant}?" if meant else "")
+    with library_lines_logged():
+        _parts = _run(configuration, hardware, drain_seconds)  # kept: L1 is unpinned where it is freed, for seconds
+    log.info("stopped")
+    logging.shutdown()
+    # Not by the interpreter's end, which frees L1, too, and at which threads that still answer pages leave complaints on stderr.
+    os._exit(0)
+
+
+def _run(configuration: Configuration, hardware: Hardware, drain_seconds: float) -> Parts:
+    """Returns the parts, at rest."""
+    settings = configuration.settings
     http_token = read_token(settings.http_token_file)
     chosen = chosen_l1(settings)
     endpoint = Endpoint(settings.endpoint)
@@ -62,11 +84,7 @@ def serve(configuration: Configuration, hardware: Hardware = THIS_MACHINE, drain
         parts.observability.start(pages.families)
         pages.start()
         _freeze_garbage()
-        print(
-            f"kvserver {__version__} ready: endpoint {settings.endpoint}, http http://{settings.http_host}:{pages.port}, "
-            f"L1 {cache.pool.pages * cache.pool.page_bytes} bytes, chunks of {settings.chunk_tokens} tokens, boot {parts.boot_id}",
-            flush=True,
-        )
+        _report_ready(settings, pages.port, parts)
         server.run()
         drained, lost = parts.upkeep.drain(drain_seconds), devices.lost
         if not drained and not lost:
@@ -76,14 +94,9 @@ def serve(configuration: Configuration, hardware: Hardware = THIS_MACHINE, drain
             _exit_lost(lost, endpoint)
         pages.close()
         lifelines.shut()
+        return parts
     finally:
         endpoint.close()
-    log.info("stopped")
-    if devices.pinning:
-        logging.shutdown()
-        os._exit(0)  # the kernel unpins L1 at once; the interpreter's end would, a registration at a time, for seconds
-    gc.unfreeze()  # for the interpreter's end: a native module that is never freed complains on stderr
-    return 0
 
 
 # ---- start --------------------------------------------------------------------------------------
@@ -138,7 +151,7 @@ def _make_pages(configuration: Configuration, parts: Parts, server: Server, http
         taken = error.errno == errno.EADDRINUSE
         hint = "port 0 chooses a free one" if taken else "give an address of this machine and a port you may use"
         raise ConfigError(
-            f"--http-host {settings.http_host} --http-port {settings.http_port}: {error}; {hint}"
+            f"--http-host {settings.http_host} --http-port {settings.http_port}: {error.strerror}; {hint}"
         ) from None
     if pages.access.shut:
         log.warning(
@@ -164,6 +177,20 @@ def _handle_signals(server: Server, observability: Observability) -> None:
     signal.signal(signal.SIGHUP, reopen)
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, ignore)
+
+
+def _report_ready(settings: Settings, port: int, parts: Parts) -> None:
+    """Report the start: a line on stdout for people and programs, and a record of the log."""
+    facts: dict[str, str | int] = {
+        "endpoint": settings.endpoint,
+        "http": f"http://{settings.http_host}:{port}",
+        "l1_bytes": parts.cache.pool.pages * parts.cache.pool.page_bytes,
+        "chunk_tokens": settings.chunk_tokens,
+        "boot_id": parts.boot_id,
+    }
+    text = "endpoint {endpoint}, http {http}, L1 {l1_bytes} bytes, chunks of {chunk_tokens} tokens, boot {boot_id}"
+    log.info("kvserver %s is ready: %s", __version__, text.format(**facts), extra=facts)
+    print(f"kvserver {__version__} ready: {text.format(**facts)}", flush=True)
 
 
 def _freeze_garbage() -> None:

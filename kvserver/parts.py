@@ -88,7 +88,7 @@ class Observability:
         if endpoint is not None:  # its imports cost time and memory: only a daemon with a collector pays
             from kvserver.telemetry import otlp, tracing
 
-            sender = otlp.resource(boot_id)
+            sender = otlp.resource(settings.endpoint)
             self.sender = otlp.OtlpMetrics(endpoint, sender)
             self.traces = tracing.Traces(otlp.span_exporter(endpoint), sender, attributes=self.explain.attributes)
         self.hub = Hub(parse_size(settings.kv_events_memory), lambda event: self.observers.hand_over(event))
@@ -132,7 +132,11 @@ class Observability:
             for family in each.families()
         ]
         published = publisher_families(self.publisher.status() if self.publisher is not None else PublisherStatus())
-        return all_families(status, rpc, [*more, *published])
+        families = all_families(status, rpc, [*more, *published])
+        if self.traces is not None:
+            for family in families:
+                family.exemplars = self.traces.exemplars.get(family.name, {})
+        return families
 
     def reopen_files(self) -> None:
         """Write to the files that have the settings' paths now, from the next line on. Also from a signal's handler."""

@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from kvserver.protocol import default_endpoint
+from kvserver.protocol import allowed_values, default_endpoint, failed_field
 
 log = logging.getLogger("vllm.kvserver")
 
@@ -79,15 +79,18 @@ S = TypeVar("S", bound=CommonSettings)
 
 
 def read_settings(kind: type[S], extra_config: dict[str, Any]) -> S:
-    """The adapter's settings among an engine's extra configuration; msgspec.ValidationError or ValueError names the key."""
+    """The adapter's settings among an engine's extra configuration. ValueError names the key and what to write."""
     known = {field.name for field in msgspec.structs.fields(kind)}
     values = {key.removeprefix(PREFIX): value for key, value in extra_config.items() if key.startswith(PREFIX)}
     for name in values.keys() & REMOVED.keys():
         log.warning("%s is no setting any more, and is ignored: %s", PREFIX + name, REMOVED[name])
         del values[name]
     if unknown := sorted(set(values) - known):
-        raise ValueError(
-            f"unknown keys {[PREFIX + key for key in unknown]}; known are {sorted(PREFIX + k for k in known)}"
-        )
-    settings = msgspec.convert(values, kind, strict=False)
+        names = [", ".join(PREFIX + name for name in sorted(some)) for some in (unknown, known)]
+        raise ValueError(f"unknown keys: {names[0]}; known are {names[1]}")
+    try:
+        settings = msgspec.convert(values, kind, strict=False)
+    except msgspec.ValidationError as error:
+        name = failed_field(error)
+        raise ValueError(f"{PREFIX + name} {values[name]!r}: write {allowed_values(kind, name)}") from None
     return settings if settings.endpoint else msgspec.structs.replace(settings, endpoint=default_endpoint())

@@ -14,6 +14,7 @@
 
 #include "copy/cpu_device.h"
 #include "copy/host_copy.h"
+#include "copy/last_words.h"
 #include "tables/block_runs.h"
 
 namespace nb = nanobind;
@@ -242,6 +243,18 @@ NB_MODULE(_native, m) {
             nb::new_(&make_without_gil<CpuDevice, std::shared_ptr<HostRegion>, uint64_t, unsigned>),
             "region"_a, "page_bytes"_a, "threads"_a);
 
+    m.def(
+        "next_lines",
+        [](int from) {
+            std::string lines;
+            {
+                nb::gil_scoped_release released;
+                lines = next_lines(from);
+            }
+            return nb::bytes(lines.data(), lines.size());
+        },
+        "from_"_a);
+    m.def("copy_last_words", &copy_last_words, "from_"_a, "to"_a);
     m.def("pack_blocks", &pack_bytes, "ids"_a);
     m.def("unpack_blocks", &unpack_bytes, "packed"_a, "most"_a);
     bind_gpu(m);

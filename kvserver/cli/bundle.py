@@ -30,7 +30,7 @@ from typing import Any
 from kvserver import __version__
 from kvserver.cli import http_client
 from kvserver.cli.redaction import Redactor, secrets_of
-from kvserver.config import Settings, passwords_in, read_token
+from kvserver.config import LOG_FD, Settings, passwords_in, read_token
 from kvserver.protocol import ConfigError
 
 _LOG_BYTES = 1 << 20
@@ -186,7 +186,7 @@ def _log(given: str, pid: int) -> str:
         return _tail(Path(given))
     if not pid:
         raise OSError("no daemon listens at --endpoint, so its log is not known; give --log FILE")
-    stderr = Path(f"/proc/{pid}/fd/2")
+    stderr = Path(f"/proc/{pid}/fd/{LOG_FD}")
     if stderr.is_file():
         return _tail(stderr)
     if os.readlink(stderr).startswith("socket:") and shutil.which("journalctl"):

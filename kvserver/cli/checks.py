@@ -6,7 +6,6 @@ findings are shown. A check takes a `Machine`, changes nothing and returns a `Fi
 
 from __future__ import annotations
 
-import difflib
 import enum
 import importlib
 import os
@@ -29,6 +28,7 @@ from kvserver.config import (
     interleaved_nodes,
     memory_limit,
     parse_size,
+    unknown_variables,
     variable,
 )
 from kvserver.protocol import ConfigError
@@ -252,13 +252,11 @@ def container(machine: Machine) -> Finding:
 
 
 def environment(machine: Machine) -> Finding:
-    """The daemon ignores misspelt variables, as it ignores those of other programs."""
-    known = {variable(name) for name in field_types()}
-    for name in sorted(set(machine.environ) - known):
-        near = difflib.get_close_matches(name, known, 1, 0.85) if name.startswith("KVSERVER_") else []
-        if near:
-            return warning(f"{name} is no setting and has no effect", f"write {near[0]}")
-    used = sorted(known & set(machine.environ))
+    """Names a variable that is probably a misspelt setting: the daemon ignores it, with a warning."""
+    for name, meant in unknown_variables(machine.environ).items():
+        if meant:
+            return warning(f"{name} is no setting and has no effect", f"write {meant}")
+    used = sorted({variable(name) for name in field_types()} & set(machine.environ))
     return ok(f"set by {', '.join(used)}" if used else "no KVSERVER_* variables")
 
 

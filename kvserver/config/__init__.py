@@ -2,20 +2,27 @@
 
 from kvserver.config.capacity import HUGE_PAGE_BYTES, available_memory, bytes_beside_l1, memory_limit
 from kvserver.config.http_token import bearer, read_token
-from kvserver.config.logs import set_up_logging
+from kvserver.config.logs import log_refused_start, set_up_logging
+from kvserver.config.names import flag, unknown_flags, unknown_variables, variable
+from kvserver.config.otlp import OtlpEndpoint, parse_otlp_endpoint
 from kvserver.config.placement import Placement, choose_l1, gpu_cpus, gpu_node, interleaved_nodes
 from kvserver.config.settings import (
     GiB,
     MiB,
-    OtlpEndpoint,
     Settings,
     parse_events_endpoint,
     parse_gpus,
-    parse_otlp_endpoint,
     parse_size,
 )
 from kvserver.config.shares import parse_shares
 from kvserver.config.socket_files import SocketFile
-from kvserver.config.sources import Configuration, add_flags, field_types, flag, read_configuration, variable
+from kvserver.config.sources import (
+    Configuration,
+    add_flags,
+    chosen_log_format,
+    field_types,
+    read_configuration,
+)
+from kvserver.config.stderr import LOG_FD, library_lines_logged
 from kvserver.config.tiers import TierUrl, parse_tiers
 from kvserver.config.urls import forms_of, passwords_in, split_url, without_user

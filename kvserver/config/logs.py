@@ -1,7 +1,9 @@
-"""The form of log lines: one line of text, or of JSON, on stderr.
+"""The form of log records: one line of text, or of JSON, on stderr.
 
 Owns: the form, also of warnings and uncaught exceptions. Refuses to know: what is logged.
 Rule of levels: a change of state is one line at info; the steps of a single request are debug.
+Fields of a record are its `extra`, named as the labels of metrics: `instance_id`, `model_name`, `rank`, `tier`.
+structlog and python-json-logger were compared. Neither does more here than `JsonLines`, and each is one more package to install.
 """
 
 from __future__ import annotations
@@ -14,9 +16,12 @@ import time
 from types import TracebackType
 from typing import Any
 
+from kvserver import __version__
 from kvserver.config.settings import Settings
 
 log = logging.getLogger("kvserver")
+
+_OF_EVERY_RECORD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
 class JsonLines(logging.Formatter):
@@ -26,10 +31,12 @@ class JsonLines(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
+            "version": __version__,
         }
+        line |= {name: value for name, value in vars(record).items() if name not in _OF_EVERY_RECORD}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line)
+        return json.dumps(line, default=str)
 
 
 def set_up_logging(settings: Settings) -> None:
@@ -41,11 +48,27 @@ def set_up_logging(settings: Settings) -> None:
     logging.basicConfig(level=settings.log_level.upper(), handlers=[handler], force=True)
     logging.captureWarnings(True)
     sys.excepthook = _uncaught
+    sys.unraisablehook = _uncaught_in_destructor
     threading.excepthook = _uncaught_in_thread
+
+
+def log_refused_start(reason: str, log_format: str) -> None:
+    """Report why the daemon does not start. The settings may be what is wrong, so the format is given by itself."""
+    if log_format != "json":
+        print(f"kvserver: {reason}", file=sys.stderr)
+        return
+    set_up_logging(Settings(log_format="json"))
+    log.critical("%s", reason)
 
 
 def _uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     log.critical("uncaught %s", kind.__name__, exc_info=(kind, error, traceback))
+
+
+def _uncaught_in_destructor(hook: sys.UnraisableHookArgs) -> None:
+    error = hook.exc_value or hook.exc_type()
+    text = hook.err_msg or "Exception ignored in"
+    log.error("%s %r", text, hook.object, exc_info=(hook.exc_type, error, hook.exc_traceback))
 
 
 def _uncaught_in_thread(hook: threading.ExceptHookArgs) -> None:

@@ -7,14 +7,11 @@ of values (`sources`), the effect of settings.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from decimal import Decimal
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
-
-from kvserver.config.urls import split_url
 
 # Former settings: what applies instead. Given anywhere, they are refused.
 REMOVED = {
@@ -83,6 +80,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         str,
         Meta(
             pattern=r"^(auto|off|bind:\d{1,4})$",
+            examples=["auto", "off", "bind:N"],
             description="Memory nodes of L1. auto interleaves over all nodes with processors, unless the daemon was "
             "started under a memory policy (numactl). bind:N keeps L1 on node N, for engines that run there. off "
             "leaves the choice to the kernel.",
@@ -183,10 +181,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         str,
         Meta(
             description="OpenTelemetry collector for metrics and traces: http(s)://host:port for OTLP over HTTP (to "
-            "/v1/metrics and /v1/traces below it), grpc://host:port for gRPC without TLS. OTEL_EXPORTER_OTLP_HEADERS, "
-            "OTEL_RESOURCE_ATTRIBUTES, OTEL_EXPORTER_OTLP_TIMEOUT (5 seconds if unset), OTEL_METRIC_EXPORT_INTERVAL "
-            "(15000 milliseconds if unset) and OTEL_TRACES_SAMPLER apply; without the last, one request in a hundred is traced, and those whose trace "
-            "context is sampled. Without a collector the daemon sends nothing; with one it uses about 12 MB more "
+            "/v1/metrics and /v1/traces below it), grpc://host:port for gRPC without TLS, grpcs://host:port with it. The default is "
+            "OTEL_EXPORTER_OTLP_ENDPOINT with OTEL_EXPORTER_OTLP_PROTOCOL (http/protobuf or grpc). OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, "
+            "OTEL_EXPORTER_OTLP_HEADERS, _COMPRESSION, _CERTIFICATE, _CLIENT_CERTIFICATE, _CLIENT_KEY and _TIMEOUT (5 seconds if unset), "
+            "OTEL_METRIC_EXPORT_INTERVAL (15000 milliseconds if unset) and OTEL_TRACES_SAMPLER apply. Without the last, one request in a hundred is "
+            "traced, and those whose trace context is sampled. Without a collector the daemon sends nothing; with one it uses about 12 MB more "
             "(gRPC: 25 MB) and starts 0.25 s later."
         ),
     ] = ""
@@ -299,27 +298,6 @@ def parse_gpus(text: str) -> tuple[str, ...]:
         if found.count(uuid) > 1:
             raise ValueError(f"{uuid} is listed twice")
     return tuple(found)
-
-
-@dataclass(frozen=True)
-class OtlpEndpoint:
-    """A collector. `base` is a URL without a trailing slash, or host:port for gRPC."""
-
-    grpc: bool
-    base: str
-
-
-def parse_otlp_endpoint(text: str) -> OtlpEndpoint | None:
-    """The endpoint; None for "". ValueError states the accepted forms."""
-    if not text:
-        return None
-    parts = split_url(text)
-    port, rest = parts.port, parts.path.strip("/")
-    if parts.scheme in ("http", "https") and parts.hostname and not parts.query and not parts.fragment:
-        return OtlpEndpoint(False, text.rstrip("/"))
-    if parts.scheme == "grpc" and parts.hostname and port and "@" not in parts.netloc and not rest and not parts.query:
-        return OtlpEndpoint(True, parts.netloc)
-    raise ValueError("write http://host:port, https://host:port or grpc://host:port")
 
 
 def parse_events_endpoint(text: str) -> tuple[str, int] | None:

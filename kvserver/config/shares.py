@@ -40,7 +40,7 @@ def _check_name(name: str) -> None:
     """As the name in a registration is checked, which becomes the label of metrics."""
     try:
         msgspec.convert(name, Name)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"no engine serves a model under the name {name[:20]!r}: {error}") from None
+    except msgspec.ValidationError:
+        raise ValueError(f"no engine serves a model under the name {name[:20]!r}: it is too long") from None
     if name == OTHER:
         raise ValueError(f"{OTHER} is not one model")

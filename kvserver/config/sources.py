@@ -7,10 +7,11 @@ settings mean.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import os
-import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -18,6 +19,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Meta
 
+from kvserver.config.names import flag, nearest, variable
+from kvserver.config.otlp import ENDPOINT_VARIABLE, endpoint_of_sdk, parse_otlp_endpoint
 from kvserver.config.settings import (
     MIN_L1_BYTES,
     REMOVED,
@@ -26,13 +29,12 @@ from kvserver.config.settings import (
     check_placeholders,
     parse_events_endpoint,
     parse_gpus,
-    parse_otlp_endpoint,
     parse_size,
 )
 from kvserver.config.shares import parse_shares
 from kvserver.config.tiers import parse_tiers
 from kvserver.config.urls import urls_in, without_user
-from kvserver.protocol import ConfigError, default_endpoint
+from kvserver.protocol import ConfigError, allowed_values, choices_of, default_endpoint, failed_field
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -77,14 +79,6 @@ class Configuration:
         }
 
 
-def flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def variable(name: str) -> str:
-    return "KVSERVER_" + name.upper()
-
-
 def _defaults() -> dict[str, Any]:
     fields = msgspec.structs.fields(Settings)
     return {field.name: field.default for field in fields} | {"endpoint": default_endpoint()}
@@ -112,11 +106,6 @@ def descriptions(of: type[msgspec.Struct] = Settings) -> dict[str, str]:
     return found
 
 
-def choices(of: type[msgspec.Struct] = Settings) -> dict[str, tuple[Any, ...]]:
-    """The accepted values of settings with a fixed list of values, by field name."""
-    return {name: get_args(hint) for name, hint in get_type_hints(of).items() if get_origin(hint) is Literal}
-
-
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """One flag per setting; unset flags stay out of the namespace."""
     parser.add_argument(
@@ -141,29 +130,23 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def read_configuration(arguments: dict[str, Any], environ: dict[str, str] | None = None) -> Configuration:
     """Merge defaults < TOML file < environment < `arguments`. ConfigError names flag, value and source."""
     environ = dict(os.environ) if environ is None else environ
-    known, repeatable = [*field_types(), *REMOVED], _repeatable()
     values: dict[str, Any] = {}
     sources: dict[str, Source] = {}
-
-    def set_value(name: str, value: Any, source: Source) -> None:
+    try:
+        if of_sdk := endpoint_of_sdk(environ):
+            values["otlp_endpoint"], sources["otlp_endpoint"] = of_sdk, Source("environment", ENDPOINT_VARIABLE)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    for name, value, source in _given(arguments, environ):
         if name in REMOVED:
             raise ConfigError(f"{source} is no setting any more: {REMOVED[name]}")
-        several = name in repeatable and isinstance(value, str)
+        several = name in _repeatable() and isinstance(value, str)
         values[name], sources[name] = (urls_in(value) if name in _URLS else value.split()) if several else value, source
-
-    if path := arguments.get("config"):
-        for key, value in _read_toml(path, known).items():
-            set_value(key.replace("-", "_"), value, Source("file", f"{path}: {key}"))
-    for name in known:
-        if (text := environ.get(variable(name))) is not None:
-            set_value(name, text, Source("environment", variable(name)))
-    for name, value in arguments.items():
-        if name in known:
-            set_value(name, value, Source("flag", flag(name)))
     try:
         settings = msgspec.convert(values, Settings, strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigError(_bad(*_field_and_reason(str(error)), values, sources)) from None
+        name = failed_field(error)
+        raise ConfigError(_bad(name, f"write {allowed_values(Settings, name)}", values, sources)) from None
     for name, check in _CHECKS.items():
         try:
             check(getattr(settings, name))
@@ -176,6 +159,32 @@ def read_configuration(arguments: dict[str, Any], environ: dict[str, str] | None
         settings = msgspec.structs.replace(settings, endpoint=default_endpoint())
         sources.pop("endpoint", None)
     return Configuration(settings, sources)
+
+
+def _given(arguments: dict[str, Any], environ: dict[str, str]) -> Iterator[tuple[str, Any, Source]]:
+    """All values that the user gave, those that win last. ConfigError if the file cannot be read."""
+    known = [*field_types(), *REMOVED]
+    if path := arguments.get("config"):
+        for key, value in _read_toml(path, known).items():
+            yield key.replace("-", "_"), value, Source("file", f"{path}: {key}")
+    for name in known:
+        if (text := environ.get(variable(name))) is not None:
+            yield name, text, Source("environment", variable(name))
+    for name, value in arguments.items():
+        if name in known:
+            yield name, value, Source("flag", flag(name))
+
+
+def chosen_log_format(arguments: dict[str, Any]) -> str:
+    """The form in which to report that read_configuration() failed."""
+    without_file = {name: value for name, value in arguments.items() if name != "config"}
+    for given in (arguments, without_file):
+        with contextlib.suppress(ConfigError):
+            return next(
+                (value for name, value, _ in reversed([*_given(given, dict(os.environ))]) if name == "log_format"),
+                "text",
+            )
+    raise AssertionError("only the file can fail")
 
 
 _URLS = ("l2", "otlp_endpoint")  # with passwords, where the user gives one
@@ -205,26 +214,26 @@ _CHECKS: dict[str, Callable[[Any], object]] = {  # checks that a type cannot exp
 def _read_toml(path: str, names: list[str]) -> dict[str, Any]:
     try:
         table = tomllib.loads(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"--config {path}: the file is not UTF-8 text") from None
+    except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"--config {path}: {error}") from None
-    if unknown := [key for key in table if key.replace("-", "_") not in names]:
-        known = sorted(name.replace("_", "-") for name in names if name not in REMOVED)
-        raise ConfigError(f"--config {path}: unknown keys {unknown}; known are {known}")
+    known = sorted(name.replace("_", "-") for name in names if name not in REMOVED)
+    for key in table:
+        if key.replace("-", "_") not in names:
+            near = nearest(key, known)
+            hint = f"do you mean {near}?" if near else f"known are {', '.join(known)}"
+            raise ConfigError(f"--config {path}: {key} is no setting; {hint}")
     return table
 
 
-def _field_and_reason(message: str) -> tuple[str, str]:
-    """Field and reason of a msgspec.ValidationError: "Expected `int` - at `$.http_port`"."""
-    match = re.search(r" - at `\$\.(\w+)", message)
-    return (match[1], message[: match.start()]) if match else ("", message)
-
-
 def _bad(name: str, reason: str, values: dict[str, Any], sources: dict[str, Source]) -> str:
-    if not name:
-        return f"bad setting: {reason}"
-    source = sources[name]
+    source, value = sources[name], _shown(name, values[name])
     origin = "" if source.kind == "flag" else f" (from {'--config' if source.kind == 'file' else 'the'} {source})"
-    return f"bad setting: {flag(name)} {_shown(name, values[name])!r}{origin}: {reason}"
+    text = repr(value) if isinstance(value, str) else json.dumps(value, default=str)  # as a file has it
+    return f"bad setting: {flag(name)} {text}{origin}: {reason}"
 
 
 def _shown(name: str, value: Any) -> Any:
@@ -236,7 +245,7 @@ def _shown(name: str, value: Any) -> Any:
 
 def markdown_table(settings: type[msgspec.Struct], title: str, label: Callable[[str], str]) -> str:
     """The settings as a table for people."""
-    texts, allowed = descriptions(settings), choices(settings)
+    texts, allowed = descriptions(settings), choices_of(settings)
     lines = [f"| {title} | default | what it does, what it costs |", "| --- | --- | --- |"]
     for field in msgspec.structs.fields(settings):
         text = texts[field.name]

@@ -96,7 +96,8 @@ def _parse(url: str, kinds: list[str]) -> TierUrl:
     if len(given) < len(pairs):
         raise ValueError("a parameter is there twice")
     if unknown := given.keys() - own_names - _COMMON:
-        raise ValueError(f"unknown parameters {sorted(unknown)}; known are {sorted(own_names | _COMMON)}")
+        known = ", ".join(sorted(own_names | _COMMON))
+        raise ValueError(f"unknown parameters: {', '.join(sorted(unknown))}; known are {known}")
     if parts.fragment:
         raise ValueError(f"#{parts.fragment} has no meaning here")
     count = kinds.count(kind)

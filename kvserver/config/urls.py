@@ -50,7 +50,7 @@ def split_url(url: str) -> SplitResult:
             "write each /, ?, #, @ and space of a user, a password or a parameter as %2F, %3F, %23, %40 and %20"
         )
     if parts is None:
-        raise ValueError("it is no URL, or its port is no number")
+        raise ValueError("it is no URL, or its port is no number from 0 to 65535")
     return parts
 
 

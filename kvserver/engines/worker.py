@@ -13,6 +13,11 @@ from kvserver.engines.lifeline import Lifeline
 from kvserver.protocol import ObjectGroup, RegisterWorker, block_bytes, planes_of
 
 
+def log_fields(rank: RegisterWorker) -> dict[str, str | int]:
+    """Fields of log records about a rank."""
+    return {"instance_id": rank.instance_id, "model_name": rank.model_name, "rank": rank.rank}
+
+
 @dataclass(eq=False)
 class WorkerGroup:
     """One object group of a rank, of chunks or of single blocks."""

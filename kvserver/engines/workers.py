@@ -21,7 +21,7 @@ from kvserver.copy import Completion, Devices, Tickets
 from kvserver.engines.instances import Disconnect, Instances
 from kvserver.engines.lifeline import Lifeline, Lifelines
 from kvserver.engines.tickets import MapTicket, Respond, Ticket, UnmapTicket
-from kvserver.engines.worker import Worker, WorkerGroup
+from kvserver.engines.worker import Worker, WorkerGroup, log_fields
 from kvserver.events import (
     Bus,
     InstanceDisconnected,
@@ -110,7 +110,8 @@ class Workers:
     def _refused(self, spec: RegisterWorker, error: KVServerError) -> None:
         """Log a refusal, but not again at every attempt of an engine that keeps trying."""
         refusal = f"worker {spec.instance_id}/{spec.rank} refused: {error.message}"
-        log.log(logging.DEBUG if refusal == self._last_refusal else logging.WARNING, "%s", refusal)
+        level = logging.DEBUG if refusal == self._last_refusal else logging.WARNING
+        log.log(level, "%s", refusal, extra=log_fields(spec))
         self._last_refusal = refusal
         self._refusals.pop((spec.instance_id, spec.incarnation), None)
         self._refusals[spec.instance_id, spec.incarnation] = _Refusal(error, spec.model_name, self.clock())
@@ -219,6 +220,7 @@ class Workers:
             "worker %s/%d of %d registered: %d planes, %d blocks of %d bytes",
             worker.spec.instance_id, worker.spec.rank, worker.spec.world_size,
             len(worker.spec.planes), worker.spec.num_blocks, block_bytes(worker.spec.planes),
+            extra=log_fields(worker.spec),
         )  # fmt: skip
         namespace = instance.namespace.hex() if instance.namespace is not None else ""
         ticket.respond(Registered(registration=worker.registration, namespace=namespace))
@@ -241,7 +243,10 @@ class Workers:
             self.cache.end_leases_of(ended.instance_id)
             died = reason is Disconnect.DIED
             self.bus.publish(InstanceDisconnected(now_ns, ended.instance_id, ended.model_name, died))
-            log.info("instance %s disconnected: its last worker ended", ended.instance_id)
+            log.info(
+                "instance %s disconnected: its last worker ended", ended.instance_id,
+                extra={"instance_id": ended.instance_id, "model_name": ended.model_name},
+            )  # fmt: skip
         for number in worker.tickets:
             self.tickets.cancel_copy(number)
         self.unmap_if_idle(worker)
@@ -264,7 +269,12 @@ class Workers:
         """The worker's process died, or closed its connection."""
         worker = self.instances.by_registration.get(lifeline.registration or 0)
         if worker is not None:
-            log.info("worker %s/%d: connection ended", worker.spec.instance_id, worker.spec.rank)
+            log.info(
+                "worker %s/%d: connection ended",
+                worker.spec.instance_id,
+                worker.spec.rank,
+                extra=log_fields(worker.spec),
+            )
             self.close_worker(worker, Disconnect.DIED)
 
     def unmap_if_idle(self, worker: Worker) -> None:
@@ -280,7 +290,7 @@ class Workers:
         if not completion.done:
             log.warning(
                 "worker %s/%d: its memory is no longer used, but stays allocated until this daemon ends: %s",
-                worker.spec.instance_id, worker.spec.rank, completion.what,
+                worker.spec.instance_id, worker.spec.rank, completion.what, extra=log_fields(worker.spec),
             )  # fmt: skip
         self.mappings -= len(worker.mappings)
         self.devices.remove_worker(worker.device)

@@ -116,6 +116,7 @@ class CopyBegan(_OfCopy, frozen=True):
 
 class CopyEnded(_OfCopy, frozen=True):
     """`device_ns`: time that the device spent on the copy. `outcome`: "done", or why the copy failed.
+    `waited_ns`: from the arrival of the request to the copy's end.
 
     `chunks`: of the first object group. A request's copies of other groups have objects of the same chunks.
     """
@@ -125,6 +126,7 @@ class CopyEnded(_OfCopy, frozen=True):
     bytes: int
     device_ns: int
     outcome: str
+    waited_ns: int = 0
 
 
 class CopyRefused(_OfCopy, frozen=True):

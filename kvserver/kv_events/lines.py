@@ -33,7 +33,7 @@ class Lines:
         try:
             self.file = AppendedFile(path)
         except OSError as error:
-            raise ConfigError(f"--kv-events-file {path}: {error}") from None
+            raise ConfigError(f"--kv-events-file {path}: {error.strerror}") from None
 
     def observe(self, event: KVEvent) -> None:
         wall = time.time() - (time.monotonic_ns() - event.time_ns) * 1e-9

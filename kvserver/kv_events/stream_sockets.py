@@ -138,7 +138,8 @@ class StreamSockets:
 
     def _cannot_bind(self, url: str, error: Exception) -> None:
         if self.state != (state := f"cannot bind {url}: {error}"):
-            log.error("KV events of %s (%s): %s", self._stream.model_name, self._stream.form, state)
+            name = self._stream.model_name
+            log.error("KV events of %s (%s): %s", name, self._stream.form, state, extra={"model_name": name})
         self.state = state
 
     @staticmethod

@@ -1,5 +1,6 @@
 """What engines and the server share: messages, fields, planes, errors, measurements and the default endpoint."""
 
+from kvserver.protocol.allowed import allowed_values, choices_of, failed_field
 from kvserver.protocol.block_reports import (
     MARK,
     MAX_REPORTED_BLOCKS,

@@ -117,7 +117,8 @@ class EngineEvents:
         except Exception as error:
             subscription.failure = f"{type(error).__name__}: {error}"
             subscription.close()
-            log.exception("stopped reading the KV events of %s", subscription.scheduler.instance_id)
+            name = subscription.scheduler.instance_id
+            log.exception("stopped reading the KV events of %s", name, extra={"instance_id": name})
             return False
 
     def _obey(self, context: zmq.Context[Socket]) -> bool:
@@ -148,7 +149,12 @@ class EngineEvents:
             subscription = EngineSubscription(context, self._index, scheduler, members)
         except NoOwner:
             if name not in self._without_owners:
-                log.warning("routers do not find what %s has in its own memory: %s", name, _NO_OWNER)
+                log.warning(
+                    "routers do not find what %s has in its own memory: %s",
+                    name,
+                    _NO_OWNER,
+                    extra={"instance_id": name},
+                )
             self._without_owners[name] = scheduler, members
             return
         self._without_owners.pop(name, None)
@@ -156,7 +162,9 @@ class EngineEvents:
             subscription.connect()
         except zmq.ZMQError as error:
             subscription.close()
-            log.warning("cannot subscribe to the KV events of %s at %s: %s", name, at, error)
+            log.warning(
+                "cannot subscribe to the KV events of %s at %s: %s", name, at, error, extra={"instance_id": name}
+            )
             self._refused[name] = str(error)
         else:
             self._subscriptions[name] = subscription

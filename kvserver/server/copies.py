@@ -104,7 +104,7 @@ class Copies:
         self.bus.publish(
             CopyEnded(
                 now_ns, *ticket.worker.identity, ticket.direction, request_id, ticket.began_ns, chunks,
-                completion.bytes, completion.nanos, completion.outcome.name.lower(),
+                completion.bytes, completion.nanos, completion.outcome.name.lower(), now_ns - ticket.arrived_ns,
             )
         )  # fmt: skip
         counts = self.counts_of(ticket.worker)

@@ -55,7 +55,7 @@ class Endpoint:
             else:
                 self.router.bind(self.url)
         except (OSError, zmq.ZMQError) as error:
-            raise ConfigError(f"--endpoint {self.url}: cannot bind: {error}") from None
+            raise ConfigError(f"--endpoint {self.url}: cannot bind: {error.strerror}") from None
 
     def keep_bound(self) -> str:
         """Bind again what is no longer at its path; returns why engines cannot connect there, or "". Call it once a second.
@@ -131,7 +131,7 @@ def _lock(url: str, path: str) -> IO[str]:
             raise ConfigError(f"--endpoint {url!r}: {stranger}")
         lock = open(path, "w")  # noqa: SIM115
     except OSError as error:
-        raise ConfigError(f"--endpoint {url!r}: {error}") from None
+        raise ConfigError(f"--endpoint {url!r}: {error.strerror}") from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -15,7 +15,17 @@ from enum import Enum
 from kvserver._native import Outcome
 from kvserver.cache import Cache
 from kvserver.copy import Completion, Devices, Tickets
-from kvserver.engines import Disconnect, Lifeline, LoadTicket, MapTicket, StoreTicket, Ticket, UnmapTicket, Workers
+from kvserver.engines import (
+    Disconnect,
+    Lifeline,
+    LoadTicket,
+    MapTicket,
+    StoreTicket,
+    Ticket,
+    UnmapTicket,
+    Workers,
+    log_fields,
+)
 from kvserver.events import Bus, L1Cleared
 from kvserver.server.loads import Loads
 from kvserver.server.stores import Stores
@@ -100,7 +110,10 @@ class Upkeep:
             case LoadTicket():
                 self.loads.ended(ticket, completion)
         if completion.outcome == Outcome.MEMORY_LOST:
-            log.warning("worker %s/%d: %s; dropped", worker.spec.instance_id, worker.spec.rank, completion.what)
+            log.warning(
+                "worker %s/%d: %s; dropped", worker.spec.instance_id, worker.spec.rank, completion.what,
+                extra=log_fields(worker.spec),
+            )  # fmt: skip
             self.workers.close_worker(worker, Disconnect.DIED)
         self.workers.unmap_if_idle(worker)
 

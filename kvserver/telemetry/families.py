@@ -8,12 +8,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from kvserver.protocol import Buckets
 
 T = TypeVar("T")
+Labels: TypeAlias = tuple[str, ...]
 Value: TypeAlias = float | Buckets
+
+
+class Exemplar(NamedTuple):
+    """An observed value and the span of the trace that it belongs to."""
+
+    value: float
+    time_seconds: float  # since 1970
+    trace_id: int
+    span_id: int
 
 
 class Kind(Enum):
@@ -32,6 +42,7 @@ class Family:
     labels: tuple[str, ...] = ()
     points: list[tuple[tuple[str, ...], Value]] = field(default_factory=list)
     bounds: tuple[float, ...] = ()  # of a histogram's buckets, ascending
+    exemplars: Mapping[Labels, Mapping[int, Exemplar]] = field(default_factory=dict)  # the last one of each bucket
 
     def add(self, value: Value, *labels: str) -> Family:
         assert len(labels) == len(self.labels), f"{self.name} has labels {self.labels}"

@@ -9,13 +9,17 @@ sent: OTLP has no form for them that collectors take.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import math
 import os
+import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 import requests
@@ -36,7 +40,7 @@ from opentelemetry.sdk.metrics.export import (
     ScopeMetrics,
     Sum,
 )
-from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
@@ -50,6 +54,8 @@ from kvserver.telemetry.families import Family, Kind
 log = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 2.0  # for the last values at the end of the daemon
+# For ids made of names: https://opentelemetry.io/docs/specs/semconv/registry/attributes/service/
+_INSTANCE_IDS = uuid.UUID("4d63009a-8d0f-11ee-aad7-4c796ed8e320")
 _UNITS = {"seconds": "s", "bytes": "By"}  # by the last word of a name
 
 
@@ -134,7 +140,7 @@ def metric_exporter(endpoint: OtlpEndpoint) -> MetricExporter:
     if endpoint.grpc:
         from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter as OverGrpc
 
-        return OverGrpc(endpoint=endpoint.base, insecure=True, timeout=_answer_seconds())
+        return OverGrpc(endpoint=endpoint.base, insecure=not endpoint.tls, timeout=_answer_seconds())
     return OTLPMetricExporter(f"{endpoint.base}/v1/metrics", timeout=_answer_seconds(), session=_Session())
 
 
@@ -142,7 +148,7 @@ def span_exporter(endpoint: OtlpEndpoint) -> SpanExporter:
     if endpoint.grpc:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as OverGrpc
 
-        return OverGrpc(endpoint=endpoint.base, insecure=True, timeout=_answer_seconds())
+        return OverGrpc(endpoint=endpoint.base, insecure=not endpoint.tls, timeout=_answer_seconds())
     return OTLPSpanExporter(f"{endpoint.base}/v1/traces", timeout=_answer_seconds(), session=_Session())
 
 
@@ -177,9 +183,17 @@ class CountedSpans(SpanExporter):
         self._exporter.shutdown()
 
 
-def resource(boot_id: str) -> Resource:
-    """Who sends. OTEL_RESOURCE_ATTRIBUTES adds to it."""
-    return Resource.create({"service.name": "kvserver", "service.version": __version__, "service.instance.id": boot_id})
+def resource(endpoint: str) -> Resource:
+    """The sender, by the endpoint for engines. OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES win, as in any SDK."""
+    ours = {"service.name": "kvserver", "service.version": __version__, "service.instance.id": _instance_id(endpoint)}
+    return Resource.create(ours).merge(OTELResourceDetector().detect())
+
+
+def _instance_id(endpoint: str) -> str:
+    """An id that stays after a restart, and that no other daemon of the machine and no other pod has."""
+    with contextlib.suppress(OSError):
+        endpoint += "\n" + Path("/etc/machine-id").read_text().strip()
+    return str(uuid.uuid5(_INSTANCE_IDS, f"{socket.gethostname()}\n{endpoint}"))
 
 
 # ---- metrics ----------------------------------------------------------------------------------

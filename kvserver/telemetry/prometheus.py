@@ -1,20 +1,25 @@
-"""The Prometheus text of metric families.
+"""The answer to a scrape: metric families as Prometheus text or, with exemplars, as OpenMetrics, plain or with gzip.
 
-Owns: that form. Refuses to know: where the families come from.
+Owns: the choice of the form, which is that of the Prometheus client. Refuses to know: where the families come from.
 """
 
 from __future__ import annotations
 
+import gzip
 from collections.abc import Iterable
 from itertools import accumulate
-from typing import cast
+from typing import Any, cast
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.exposition import choose_encoder, gzip_accepted
 from prometheus_client.metrics_core import Metric
+from prometheus_client.samples import Exemplar
 
 from kvserver.protocol import Buckets
 from kvserver.telemetry.families import Family, Kind
+
+_LEVEL = 6  # of gzip
 
 
 class _Collector:
@@ -36,12 +41,20 @@ def _metric(family: Family) -> Metric:
     bounds = [*map(repr, family.bounds), "+Inf"]
     for labels, value in family.points:
         assert isinstance(value, Buckets)
-        histogram.add_metric(labels, list(zip(bounds, accumulate(value.counts), strict=True)), value.sum)
+        counts: list[Any] = list(zip(bounds, accumulate(value.counts), strict=True))
+        for bucket, seen in family.exemplars.get(labels, {}).items():
+            ids = {"trace_id": f"{seen.trace_id:032x}", "span_id": f"{seen.span_id:016x}"}
+            counts[bucket] = (*counts[bucket], Exemplar(ids, seen.value, round(seen.time_seconds, 3)))
+        histogram.add_metric(labels, counts, value.sum)
     return histogram
 
 
-def render(families: Iterable[Family]) -> bytes:
-    """What GET /metrics answers."""
+def render(families: Iterable[Family], accept: str = "", accept_encoding: str = "") -> tuple[bytes, dict[str, str]]:
+    """The body and its headers, for these headers of a request."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collector(families))
-    return generate_latest(registry)
+    encode, content_type = choose_encoder(accept)
+    body, headers = encode(registry), {"Content-Type": content_type, "Vary": "Accept, Accept-Encoding"}
+    if not gzip_accepted(accept_encoding):
+        return body, headers
+    return gzip.compress(body, _LEVEL), headers | {"Content-Encoding": "gzip"}

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from opentelemetry.util.types import Attributes
 from kvserver import __version__
 from kvserver.events import CopyEnded, CopyRefused, Event, InstanceDisconnected, LookupEnded, RequestEnded, Subscriber
 from kvserver.protocol.status import TracesStatus
+from kvserver.telemetry.benefit import COPY_BUCKETS, PHASES
+from kvserver.telemetry.families import Exemplar, Labels
 from kvserver.telemetry.otlp import CLOSE_SECONDS, CountedSpans, Delivery
 
 _USUAL_SAMPLER = ParentBased(TraceIdRatioBased(0.01))
@@ -56,6 +59,7 @@ class Traces(Subscriber):
         """`attributes`: what is known at its end of the request of an instance."""
         self._attributes = attributes
         self.forgotten = 0  # requests that did not end while they were remembered: their own span is not sent
+        self.exemplars: dict[str, dict[Labels, dict[int, Exemplar]]] = {}  # by family; read by any thread
         self._spans = 0  # ended; those not sent, failed or waiting were too many for the processor
         self._most = most_requests
         self._delivery = Delivery("traces over OTLP")
@@ -82,6 +86,8 @@ class Traces(Subscriber):
                 for name in [name for name in self._requests if name[0] == event.instance_id]:
                     self._end(name, event.time_ns, "the engine disconnected")
                     del self._requests[name]
+                for family, found in self.exemplars.items():
+                    self.exemplars[family] = {at: of for at, of in found.items() if at[0] != event.instance_id}
 
     def close(self) -> None:
         """What is open ends here. Sends what waits; gives up after CLOSE_SECONDS."""
@@ -151,9 +157,22 @@ class Traces(Subscriber):
         }
         failure = "" if event.outcome == "done" else event.outcome
         whole = self._child(request, event.direction, event.began_ns, event.time_ns, attributes, failure)
+        if not failure:
+            self._note_exemplars(event, whole)
         if event.device_ns and not failure:  # when the device was at it, as far as its end is the end
             copied_ns = max(event.began_ns, event.time_ns - event.device_ns)
             self._child(request, "copy", copied_ns, event.time_ns, {"bytes": event.bytes}, parent=whole)
+
+    def _note_exemplars(self, event: CopyEnded, span: Span) -> None:
+        """Remember the span as the last one of its buckets. Nothing is changed in place: other threads read."""
+        copy, waited = event.device_ns * 1e-9, event.waited_ns * 1e-9
+        family, ids = f"kvserver_{event.direction}_duration_seconds", span.get_span_context()
+        found = dict(self.exemplars.get(family, {}))
+        for phase, value in zip(PHASES, (max(0.0, waited - copy), copy), strict=True):
+            at = event.instance_id, event.model_name, phase
+            exemplar = Exemplar(value, time.time(), ids.trace_id, ids.span_id)
+            found[at] = found.get(at, {}) | {bisect_left(COPY_BUCKETS, value): exemplar}
+        self.exemplars[family] = found
 
     def _child(
         self,

@@ -110,7 +110,7 @@ class Tiers:
                 if end.outcome is not TierOutcome.DONE:
                     failures.append(f"{name}: {end.outcome.value} {end.what}".strip())
                 elif end.what:
-                    log.warning("L2 tier %s: a clear is done, but %s", name, end.what)
+                    log.warning("L2 tier %s: a clear is done, but %s", name, end.what, extra={"tier": name})
                 if not left:
                     done("; ".join(failures))
 
@@ -126,14 +126,17 @@ class Tiers:
                 try:
                     self._open.pop((place, end.ticket))(end)
                 except Exception:
-                    log.exception("internal error at the end of ticket %d of tier %s", end.ticket, each.tier.name)
+                    log.exception(
+                        "internal error at the end of ticket %d of tier %s", end.ticket, each.tier.name,
+                        extra={"tier": each.tier.name},
+                    )  # fmt: skip
 
     @staticmethod
     def _drained(each: ConfiguredTier) -> Sequence[TierEnd]:
         try:
             return each.tier.drain()
         except Exception:
-            log.exception("internal error in tier %s", each.tier.name)
+            log.exception("internal error in tier %s", each.tier.name, extra={"tier": each.tier.name})
             return ()
 
     # ---- memory -------------------------------------------------------------------------------
@@ -170,7 +173,10 @@ class Tiers:
             each.tier.tick(now_ns)
             if each.tier.failure != self._logged[place]:
                 self._logged[place] = each.tier.failure
-                log.warning("tier %s of L2 is %s: %s", each.tier.name, each.tier.state, each.tier.failure or "no fault")
+                log.warning(
+                    "tier %s of L2 is %s: %s", each.tier.name, each.tier.state, each.tier.failure or "no fault",
+                    extra={"tier": each.tier.name},
+                )  # fmt: skip
 
     def close(self, deadline_ns: int) -> None:
         """End all tiers. After it returns, no tier reads or writes L1."""

@@ -215,7 +215,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _refusal(self) -> Refusal | None:
         if self._visit.spare and self._page_name not in OPEN_PAGES:
             return Refusal(503, self._visit.spare, WHY_SPARE[self._visit.spare])
-        return self.server.access.refusal(self.command, self._page_name, self.headers)
+        return self.server.access.refusal(self._method, self._page_name, self.headers)
 
     def _read_body(self) -> Refusal | None:
         """Only /kv/match reads a body; other pages leave it unread and end the connection."""
@@ -247,9 +247,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     # ---- answering it -----------------------------------------------------------------------------
 
+    @property
+    def _method(self) -> str:
+        """The method by which access is decided and a page is found: HEAD is answered as GET, without the body."""
+        return "GET" if self.command == "HEAD" else self.command
+
     def do_GET(self) -> None:
-        has_query = self.command == "GET" or self._page_name == "/cache/clear"
-        page = _PAGES.get(f"{self.command} {self._page_name if has_query else self.path}")
+        has_query = self._method == "GET" or self._page_name == "/cache/clear"
+        page = _PAGES.get(f"{self._method} {self._page_name if has_query else self.path}")
         if page is None:
             self._send(404, f"no page {self.path}; there are {_LISTED}\n")
             return
@@ -258,7 +263,18 @@ class _Handler(BaseHTTPRequestHandler):
         except TimeoutError as error:
             self._send(503, f"{error}\n")
 
-    do_POST = do_GET
+    do_POST = do_HEAD = do_GET
+
+    def do_OPTIONS(self) -> None:
+        """Name the methods of a page. No header of CORS: other sites' pages get nothing here."""
+        paths = {"GET": "HEAD, GET", "POST": "POST"}
+        allowed = [
+            names for method, names in paths.items() if self.path == "*" or f"{method} {self._page_name}" in _PAGES
+        ]
+        if not allowed:
+            self._send(404, f"no page {self.path}; there are {_LISTED}\n")
+            return
+        self._send(200, b"", headers={"Allow": ", ".join([*allowed, "OPTIONS"])})
 
     def _status(self) -> None:
         self._send(200, msgspec.json.encode(self.server.snapshot()[0]), "application/json")
@@ -286,7 +302,9 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(code, body, "application/json")
 
     def _metrics(self) -> None:
-        self._send(200, render(self.server.families()), "text/plain; version=0.0.4; charset=utf-8")
+        accept, encodings = (self.headers.get(name, "") for name in ("Accept", "Accept-Encoding"))
+        body, headers = render(self.server.families(), accept, encodings)
+        self._send(200, body, headers.pop("Content-Type"), headers)
 
     def _livez(self) -> None:
         self._send(200, "alive\n")
@@ -336,7 +354,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.close_connection:
             self.send_header("Connection", "close")
         self.end_headers()
-        self.wfile.write(raw)
+        if self.command != "HEAD":
+            self.wfile.write(raw)
 
     def log_message(self, format: str, *args: Any) -> None:
         log.debug("http %s: " + format, self.address_string(), *args)

@@ -58,6 +58,8 @@ def _stream(handler: BaseHTTPRequestHandler, parts: Iterable[bytes], media: str,
         handler.send_header("Transfer-Encoding", "chunked")
     handler.send_header("Connection", "close")
     handler.end_headers()
+    if handler.command == "HEAD":
+        return
     try:
         for part in parts:
             handler.wfile.write(b"%x\r\n%b\r\n" % (len(part), part) if chunked else part)

@@ -448,7 +448,7 @@ def test_the_end_of_the_process_unpins_l1_not_the_interpreter(
     if pin == "auto":
         pin_l1(daemon)
     assert daemon.terminate() == 0
-    assert daemon.log.rstrip().endswith("stopped" if pin == "auto" else "unpinned")
+    assert daemon.log.rstrip().endswith("stopped")
     assert not Path(daemon.endpoint.removeprefix("ipc://")).exists()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import socket
 import struct
 from typing import Any
@@ -12,6 +13,7 @@ from support.daemon import Daemon, wait_until
 from support.raw import REQUEST_ID, RawPeer
 from support.worker import make_keys
 
+from kvserver import __version__
 from kvserver.config.logs import JsonLines
 
 
@@ -47,12 +49,37 @@ def test_every_line_is_json_whatever_happens(make_daemon, make_worker):
     wait_until(lambda: not daemon.status()["instances"])
     assert daemon.terminate() == 0
     for line in lines(daemon):
-        assert (
-            {"time", "level", "logger", "message"} <= line.keys() <= {"time", "level", "logger", "message", "exception"}
-        )
+        assert {"time", "level", "logger", "message", "version"} <= line.keys()
         assert line["logger"].startswith("kvserver")
         assert line["time"].endswith("Z")
+        assert line["version"] == __version__
     assert lines(daemon)[-1]["message"] == "stopped"
+
+
+def test_the_start_is_a_record_with_what_the_line_on_stdout_has(make_daemon):
+    daemon = make_daemon(log_format="json")
+    record = lines(daemon)[0]
+    assert (record["boot_id"], record["endpoint"]) == (daemon.boot_id, daemon.endpoint)
+    assert record["http"].endswith(f":{daemon.http_port}")
+    assert (record["l1_bytes"], record["chunk_tokens"]) == (64 << 20, 64)
+
+
+def test_records_about_a_rank_name_instance_model_and_rank_as_metrics_do(make_daemon, make_worker):
+    daemon = make_daemon(log_format="json")
+    worker = make_worker(daemon)
+    worker.hang_up()
+    wait_until(lambda: not daemon.status()["instances"])
+    about = [line for line in lines(daemon) if worker.instance_id in line["message"]]
+    assert [line["instance_id"] for line in about] == [worker.instance_id] * 3
+    assert [line["model_name"] for line in about] == [worker.model_name] * 3
+    assert [line.get("rank") for line in about if "worker " in line["message"]][:1] == [0]
+
+
+def test_a_record_about_a_tier_names_it(make_daemon, tmp_path):
+    daemon = make_daemon(log_format="json", l2=f"file://{tmp_path}/l2?size=16MiB")
+    shutil.rmtree(tmp_path / "l2")
+    record = wait_until(lambda: [line for line in lines(daemon) if "is unavailable" in line["message"]])[0]
+    assert (record["level"], record["tier"]) == ("error", daemon.status()["l2"][0]["name"])
 
 
 def test_a_change_of_state_is_one_line_and_a_request_none(make_daemon, make_worker):

@@ -46,7 +46,7 @@ def test_a_daemon_that_is_refused_names_the_place_of_the_bad_value(make_daemon, 
         )
         assert ended.returncode == 2
         assert ended.stderr == (
-            f"kvserver: bad setting: --chunk-tokens 'many' (from {place}): Expected `int`, got `str`\n"
+            f"kvserver: bad setting: --chunk-tokens 'many' (from {place}): write a whole number from 1 to 65536\n"
         )
 
 

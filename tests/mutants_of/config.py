@@ -52,7 +52,13 @@ MUTANTS = (
     ),
     Mutant(
         "a refused setting is logged with its password",
-        "kvserver/config/sources.py", "_bad", "{_shown(name, values[name])!r}", "{values[name]!r}", (SHOWN_PASSWORDS,),
+        "kvserver/config/sources.py", "_bad", "_shown(name, values[name])", "values[name]", (SHOWN_PASSWORDS,),
+    ),
+    # ---- stderr.py ----------------------------------------------------------------------------------
+    Mutant(
+        "the last line before an abort is lost",
+        "kvserver/config/stderr.py", "library_lines_logged", "copy_last_words(read.fileno(), former.fileno())", "pass",
+        ("issues/test_lines_of_libraries_were_no_records_of_the_log.py::test_the_last_line_before_a_fatal_signal_is_written",),
     ),
     # ---- urls.py ------------------------------------------------------------------------------------
     Mutant(

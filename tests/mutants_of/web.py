@@ -19,6 +19,11 @@ MUTANTS = (
         "kvserver/web/access.py", "Access.refusal", "if foreign := _foreign_origin(method, host, headers)",
         "if not is_shell(method, path) and (foreign := _foreign_origin(method, host, headers))", PAGE_TESTS,
     ),
+    # ---- pages.py -----------------------------------------------------------------------------------
+    Mutant(
+        "HEAD sends a body, which the next answer on the connection begins with",
+        "kvserver/web/pages.py", "_Handler._send", 'if self.command != "HEAD":', "if True:", ("daemon/test_scrapes.py",),
+    ),
     # ---- history.py ---------------------------------------------------------------------------------
     Mutant(
         "a sample is begun each time that it might be due",

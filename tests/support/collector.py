@@ -20,6 +20,7 @@ from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from .ports import reserved_port
+from .tls import Authority
 
 
 @dataclass
@@ -103,8 +104,8 @@ def over_http(port: int = 0) -> Iterator[Collected]:
 
 
 @contextlib.contextmanager
-def over_grpc() -> Iterator[Collected]:
-    """OTLP over gRPC on a port of this machine."""
+def over_grpc(authority: Authority | None = None) -> Iterator[Collected]:
+    """OTLP over gRPC on a port of this machine. `authority`: with TLS, and a certificate of it."""
     collected = Collected()
 
     class Metrics(metrics_rpc.MetricsServiceServicer):
@@ -120,7 +121,12 @@ def over_grpc() -> Iterator[Collected]:
     server = grpc.server(ThreadPoolExecutor(2))
     metrics_rpc.add_MetricsServiceServicer_to_server(Metrics(), server)
     trace_rpc.add_TraceServiceServicer_to_server(Traces(), server)
-    collected.url = f"grpc://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    if authority is None:
+        collected.url = f"grpc://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    else:
+        certificate, key = (path.read_bytes() for path in authority.certificate())
+        credentials = grpc.ssl_server_credentials([(key, certificate)])
+        collected.url = f"grpcs://127.0.0.1:{server.add_secure_port('127.0.0.1:0', credentials)}"
     server.start()
     try:
         yield collected

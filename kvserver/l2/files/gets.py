@@ -92,12 +92,15 @@ class FileGets:
         if len(self._records.unreadable) < MOST_OBJECTS:
             self._records.unreadable.add(get.extents)
         if failures >= _FAILURES_TO_DROP:
-            log.warning("L2 tier %s: an object cannot be read and is dropped: %s", self._tickets.tier, what)
+            self._log("L2 tier %s: an object cannot be read and is dropped: %s", what)
             self._records.give_up(get.name)
+
+    def _log(self, text: str, what: str) -> None:
+        log.warning(text, self._tickets.tier, what, extra={"tier": self._tickets.tier})
 
     def _found_corrupt(self, get: _Get, what: str) -> None:
         self._tickets.counts.corrupt += 1
-        log.warning("L2 tier %s: an object is corrupt and is dropped: %s", self._tickets.tier, what)
+        self._log("L2 tier %s: an object is corrupt and is dropped: %s", what)
         found = self._records.find(get.name)
         if found is not None and found.extents == get.extents:
             self._records.remove(get.name)

@@ -124,7 +124,7 @@ class FileTier:
             self._clear(self._parts, ticket, prefix)
 
     def _close_tier(self, why: str) -> None:
-        log.error("L2 tier %s is closed: %s", self.name, why)
+        log.error("L2 tier %s is closed: %s", self.name, why, extra={"tier": self.name})
         self._closed = why
         if self._parts is not None:
             self._parts.puts.give_up(why)
@@ -136,9 +136,9 @@ class FileTier:
         """Empty: no longer."""
         self._read_only = why
         if not why:
-            log.info("L2 tier %s: its journal can be written again", self.name)
+            log.info("L2 tier %s: its journal can be written again", self.name, extra={"tier": self.name})
             return
-        log.error("L2 tier %s is read-only: %s", self.name, why)
+        log.error("L2 tier %s is read-only: %s", self.name, why, extra={"tier": self.name})
         self._tickets.counts.errors += 1
         if self._parts is not None:
             self._parts.puts.give_up(why)
@@ -259,7 +259,7 @@ class FileTier:
     def _looked(self, lost: str | None, error: Exception | None) -> None:
         lost, self._looks = lost or str(error or ""), False
         if lost and not self._lost:
-            log.error("L2 tier %s is unavailable: %s", self.name, lost)
+            log.error("L2 tier %s is unavailable: %s", self.name, lost, extra={"tier": self.name})
         self._lost = lost
 
     def _stall(self, what: str, nanos: int) -> str:
@@ -276,8 +276,9 @@ class FileTier:
         self._worker.finish()
         if not self._device.close(max(0, deadline_ns - time.monotonic_ns())) or not worker_ended:
             log.warning(
-                "L2 tier %s: a call of the file system has not ended; it keeps its memory until it does", self.name
-            )
+                "L2 tier %s: a call of the file system has not ended; it keeps its memory until it does", self.name,
+                extra={"tier": self.name},
+            )  # fmt: skip
         self._closed = self._closed or "the daemon ends"
         if worker_ended:  # else its task uses the folder
             self._folder.close()

@@ -50,7 +50,7 @@ def made(*instances: InstanceStatus, more: Sequence[Family] = (), **others: Any)
 
 def samples(*families: Family) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     """What Prometheus reads: values by sample name and labels."""
-    found = [s for f in text_string_to_metric_families(render(families).decode()) for s in f.samples]
+    found = [s for f in text_string_to_metric_families(render(families)[0].decode()) for s in f.samples]
     by_name = {(sample.name, tuple(sorted(sample.labels.items()))): sample.value for sample in found}
     assert len(by_name) == len(found), "a sample is there twice"
     return by_name
@@ -82,7 +82,7 @@ def test_a_histogram_is_cumulative_and_ends_with_infinity() -> None:
 
 
 def test_a_family_without_points_has_a_type_and_a_help_line() -> None:
-    text = render([Family("kvserver_h_seconds", "Times.", Kind.HISTOGRAM, ("type",), bounds=(1.0,))]).decode()
+    text = render([Family("kvserver_h_seconds", "Times.", Kind.HISTOGRAM, ("type",), bounds=(1.0,))])[0].decode()
     assert text == "# HELP kvserver_h_seconds Times.\n# TYPE kvserver_h_seconds histogram\n"
 
 

@@ -111,7 +111,7 @@ def status(*instances: InstanceStatus) -> DaemonStatus:
 
 
 def families(status: DaemonStatus, rpc: Rpc) -> dict[str, Any]:
-    text = render(all_families(status, rpc.snapshot())).decode()
+    text = render(all_families(status, rpc.snapshot()))[0].decode()
     return {family.name: family for family in text_string_to_metric_families(text)}
 
 
