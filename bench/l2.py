@@ -43,7 +43,7 @@ from kvserver.l2.files.journal import Journal
 BESIDE = [
     "while L2 is", "", "samples", "quiet p50 ms", "p50 ms", "ratio", "quiet p99 ms", "p99 ms", "ratio", "read GB/s",
 ]  # fmt: skip
-TOTAL_BYTES, IN_FLIGHT_BYTES, IN_FLIGHT = 256 << 20, 64 << 20, 16  # as server/spill.py has it
+TOTAL_BYTES, IN_FLIGHT_BYTES, IN_FLIGHT = 256 << 20, 64 << 20, 16  # as tiering/spill.py has it
 
 
 class Tier:

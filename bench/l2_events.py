@@ -24,7 +24,7 @@ from kvserver.kv_events import Hub
 from kvserver.l2 import ObjectName
 from kvserver.l2.base import Changed, State
 from kvserver.routing import KVIndex
-from kvserver.server.l2_events import L2Events
+from kvserver.tiering.events import L2Events
 
 NAMESPACE = b"n" * 64
 EXTENT = (1).to_bytes(4, "little") * 2

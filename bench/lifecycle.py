@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from common import alternate, median, table
 
 from kvserver._native import BlockLifetimes, LifetimeMetrics, check_records
-from kvserver.events import Bus, Event, RequestEnded
+from kvserver.events import Bus, Event, RequestEnded, Subscriber
 from kvserver.protocol import (
     MARK,
     RECORD_ACCESSED,
@@ -141,7 +141,7 @@ def check_micros(work: Sequence[Batch], blocks: int) -> float:
     return (time.perf_counter() - began) / len(work) * 1e6
 
 
-class NullSubscriber:
+class NullSubscriber(Subscriber):
     name = "null"
 
     def handle(self, event: Event) -> None:

@@ -20,11 +20,13 @@ from kvserver.cache import POLICIES, Cache, PagePool, page_bytes_for
 from kvserver.config import Configuration, Placement, Settings, parse_shares, parse_tiers, read_token, set_up_logging
 from kvserver.config.descriptors import raise_descriptor_limit
 from kvserver.copy import THIS_MACHINE, Devices, GpuRules, Hardware, chosen_l1, map_l1
+from kvserver.engines import Lifelines
 from kvserver.l2 import make_tier
 from kvserver.parts import Observability, Parts
 from kvserver.protocol import ConfigError
 from kvserver.routing import MatchPages
-from kvserver.server import ConfiguredTier, Endpoint, Lifelines, Server
+from kvserver.server import Endpoint, Server
+from kvserver.tiering import ConfiguredTier
 from kvserver.web.history import History
 from kvserver.web.pages import StatusPages
 

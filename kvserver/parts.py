@@ -19,6 +19,7 @@ from kvserver import __version__
 from kvserver.cache import Cache
 from kvserver.config import Placement, Settings, parse_otlp_endpoint, parse_size
 from kvserver.copy import Devices, Tickets
+from kvserver.engines import EngineReports, Instances, Lifelines, Ticket, Workers
 from kvserver.events import NAMES, Bus, LookupEnded, Subscriber
 from kvserver.kv_events import (
     Feed,
@@ -35,32 +36,18 @@ from kvserver.protocol.status import AccountingStatus, DaemonStatus, InstanceSta
 from kvserver.replay import Recorder, make_recorder
 from kvserver.routing import make_index
 from kvserver.server import (
-    Ages,
-    ConfiguredTier,
     Copies,
     Endpoint,
-    EngineReports,
-    Fills,
     Handlers,
-    Instances,
     L1Lookups,
-    L2Events,
-    Lifelines,
     Loads,
-    Presence,
-    ReadRates,
     Server,
-    Spill,
     Stores,
-    Ticket,
-    Tiers,
     Upkeep,
-    Workers,
     connects_status,
     departed_status,
     instance_status,
     l1_status,
-    resync_of_l1,
     take_sample,
     totals_status,
 )
@@ -74,6 +61,7 @@ from kvserver.telemetry import (
     WhatIfCurve,
     all_families,
 )
+from kvserver.tiering import ConfiguredTier, make_storage, resync_of_l1
 
 if TYPE_CHECKING:
     from kvserver.telemetry.otlp import OtlpMetrics
@@ -189,7 +177,6 @@ class Parts:
         self.lifelines = lifelines
         self._placement = placement
         self._clock = clock
-        self._tiers = tiers
         self.observability = observability = Observability(
             settings, self.boot_id, cache.pool.pages, cache.pool.page_bytes
         )
@@ -197,34 +184,24 @@ class Parts:
         self.instances = instances = Instances()
         self.tickets: Tickets[Ticket] = Tickets(devices)
         copies = Copies(cache.pool, self.tickets, instances, bus, clock)
-        tiers_of_l2 = Tiers(tiers)
-        rates = ReadRates(len(tiers_of_l2), clock)
-        self.spill = Spill(cache, tiers_of_l2, rates, clock)
-        presence = Presence(cache, tiers_of_l2, rates)
-        ages = Ages(tiers_of_l2)
-        lookups = L1Lookups(cache, devices, instances, settings.lease_seconds, presence, ages, bus, clock)
-        self.fills = fills = Fills(
-            cache, tiers_of_l2, presence, rates, bus, lookups.answer_again, settings.lease_seconds, clock
+        self.storage = storage = make_storage(tiers, cache, bus, settings.lease_seconds, clock)
+        lookups = L1Lookups(cache, devices, instances, settings.lease_seconds, storage, bus, clock)
+        self.stores = Stores(cache, copies, bus, storage)
+        loads = Loads(cache, copies, bus, storage)
+        self.workers = Workers(
+            settings, cache, devices, self.tickets, instances, lifelines, storage.instance_ended, bus, clock
         )
-        l2_events = L2Events(tiers_of_l2.local, bus, clock)
-        self.stores = Stores(cache, copies, bus, self.spill, l2_events)
-        loads = Loads(cache, copies, bus, self.spill, fills)
-        self.workers = Workers(settings, cache, devices, self.tickets, instances, lifelines, fills, bus, clock)
         self.upkeep = Upkeep(
-            cache,
-            devices,
-            self.tickets,
-            self.stores,
-            loads,
-            self.workers,
-            resync_of_l1(cache.index, bus),
-            tiers_of_l2,
-            l2_events,
-            self.spill,
-            fills,
-            ages,
-            bus,
-            clock,
+            cache=cache,
+            devices=devices,
+            tickets=self.tickets,
+            stores=self.stores,
+            loads=loads,
+            workers=self.workers,
+            resync=resync_of_l1(cache.index, bus),
+            storage=storage,
+            bus=bus,
+            clock=clock,
         )
         self.handlers = Handlers(
             HelloReply(
@@ -239,15 +216,15 @@ class Parts:
                 kv_events=observability.needs_contents,
                 lease_seconds=settings.lease_seconds,
                 tails=settings.tails == "on",
-                parents=bool(tiers_of_l2.all),
+                parents=bool(tiers),
             ),
             instances,
             self.workers,
             lookups,
             self.stores,
             loads,
-            fills,
-            EngineReports(cache, fills, instances, bus, observability.block_lifecycle.unapplied, clock),
+            storage,
+            EngineReports(cache, storage.ended, instances, bus, observability.block_lifecycle.unapplied, clock),
             self.upkeep,
             observability.feed,
         )
@@ -278,7 +255,7 @@ class Parts:
             metrics_sample_rate=self.settings.metrics_sample_rate,
             l1=l1_status(self.cache, self._placement),
             what_if=observability.what_if.status(),
-            l2=self.spill.status(),
+            l2=self.storage.status(),
             gpus=self.devices.status(),
             instances=self.instances_status(),
             connects=connects_status(self.instances),
@@ -292,7 +269,7 @@ class Parts:
             recording=observability.recorder.status() if observability.recorder is not None else UNSET,
             books=AccountingStatus(
                 tickets=self.tickets.open_tickets,
-                pins=self.cache.pins,
+                pins=self.cache.space.pins,
                 leases=self.cache.lease_count,
                 mappings=self.workers.mappings,
                 attachments=len(self.lifelines),
@@ -307,7 +284,7 @@ class Parts:
 
     def sample(self, server: Server) -> array[float]:
         """From the loop's thread."""
-        return take_sample(self.instances, self.cache, self._tiers, self.bus, server.rpc)
+        return take_sample(self.instances, self.cache, self.storage, self.bus, server.rpc)
 
     def instances_status(self) -> list[InstanceStatus]:
         now, l0 = self._clock(), self.observability.block_lifecycle

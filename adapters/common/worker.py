@@ -24,6 +24,7 @@ from kvserver.adapters.common.copies import Copy
 from kvserver.adapters.common.endings import Action, load_action, store_action
 from kvserver.adapters.common.faults import Faults
 from kvserver.adapters.common.link import WORDS, Link, Session
+from kvserver.adapters.common.load_ends import LoadEnds
 from kvserver.adapters.common.send_queue import Message, NotSent, SendQueue
 from kvserver.adapters.common.settings import CommonSettings
 from kvserver.adapters.common.specs import LoadSpec, StoreSpec, ids_of
@@ -86,10 +87,8 @@ class WorkerHalf:
         self._report = StepReport()
         self._wakes = 0
         self._asleep = False  # between detach() and attach()
-        self._parts: dict[str, tuple[int, bool]] = {}  # of loads under way, by request: (copies that ended, one failed)
-        self._finished: set[str] = set()
-        self._failed: set[str] = set()  # of those, failed as a whole
-        self._invalid: set[int] = set()
+        self._load_ends = ends = LoadEnds(fails_requests)
+        self.take_finished, self.take_invalid_blocks = ends.take_finished, ends.take_invalid_blocks
 
     # ---- copies begin -------------------------------------------------------------------------
 
@@ -273,23 +272,12 @@ class WorkerHalf:
             self._free_words.append(copy.word)
 
     def _part_ended(self, spec: LoadSpec, *, failed: bool) -> None:
-        """One copy of a request's load. The load has ended when all of its copies have, and failed if one of them has.
-
-        First what must be reported with the load's end, then the end, then the counts.
-        """
-        ended, any_failed = self._parts.pop(spec.request_id, (0, False))
-        ended, any_failed = ended + 1, any_failed or failed
-        if failed and not self._fails_requests:
-            self._invalid.update(ids_of(spec))
-        if ended < spec.copies:
-            self._parts[spec.request_id] = ended, any_failed
-            return
-        if any_failed and self._fails_requests:
-            self._failed.add(spec.request_id)
-        self._finished.add(spec.request_id)
+        """First what must be reported with the load's end, then the end, then the counts."""
+        any_failed = self._load_ends.part_ended(spec, failed=failed)
         if any_failed:
             self._report.failed_loads.append(spec.request_id)
-        self.counters["load_failures" if any_failed else "loaded"] += 1
+        if any_failed is not None:
+            self.counters["load_failures" if any_failed else "loaded"] += 1
 
     def _receive(self) -> None:
         """Process every answer. A store's answer is its end: only then can its chunks be found."""
@@ -328,16 +316,6 @@ class WorkerHalf:
             log.warning("kvserver refused or ended a copy: %s: %s", error.code, error.message)
 
     # ---- what the engine collects ----------------------------------------------------------------
-
-    def take_finished(self) -> tuple[set[str], set[str]]:
-        """(requests whose loads are over, those of them that failed as a whole); each exactly once."""
-        finished, failed = self._finished, self._failed
-        self._finished, self._failed = set(), set()
-        return finished, failed
-
-    def take_invalid_blocks(self) -> set[int]:
-        invalid, self._invalid = self._invalid, set()
-        return invalid
 
     def take_seconds(self) -> dict[str, list[float]]:
         """How long each copy took that completed since the last call, by "load_seconds" and "store_seconds"."""

@@ -33,6 +33,7 @@ from kvserver.adapters.common.steps import StepPlan, StepReport
 from kvserver.adapters.vllm.acceptance import Acceptance
 from kvserver.adapters.vllm.blockpool import PoolHook
 from kvserver.adapters.vllm.chunks import Chunks, Tables
+from kvserver.adapters.vllm.epochs import Epochs
 from kvserver.adapters.vllm.events import TierEvents
 from kvserver.adapters.vllm.facts import EngineFacts
 from kvserver.adapters.vllm.forgotten import WaitingForLoads
@@ -63,7 +64,6 @@ log = logging.getLogger("vllm.kvserver")
 _IDLE_WAIT_SECONDS = 0.001  # of a pass that schedules nothing, while requests wait for fills
 _REPORT_SECONDS = 1.0  # from a store's deadline until the workers have reported its end
 _NOT_ACCEPTED = (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR)  # ends from outside of a step
-_RESET = "epoch: private since reset_cache"
 
 P = ParamSpec("P")
 
@@ -75,10 +75,6 @@ class SchedulerHalf:
         self._faults = faults
         self._serves = False  # until the pool's hook sees which blocks are allocated
         self._stale_hashes = False  # vLLM's own cache may have blocks under hashes of other tokens
-        self._follows_resets = facts.weights_are_transferred or settings.on_prefix_reset == "private"
-        self._sleeps = Sleeps(settings.on_sleep == "keep" and not facts.weights_are_transferred)
-        self._resets_seen = 0
-        self._clears_awaited = 0  # until the pool was cleared so often, blocks may hold KV of former weights
         self._requests = Requests(faults)
         self._plan = StepPlan()
         self._chunks = Chunks(facts.object_groups, facts.hash_block_tokens)
@@ -93,6 +89,14 @@ class SchedulerHalf:
             embeddings_dtype=facts.dtype,
         )
         self._pool = PoolHook()
+        self._epochs = Epochs(
+            self._pool,
+            self._variants,
+            Sleeps(settings.on_sleep == "keep" and not facts.weights_are_transferred),
+            facts.weights_are_transferred or settings.on_prefix_reset == "private",
+            self.counters,
+            self._begin_epoch,
+        )
         self._waiting = WaitingForLoads()
         self._pool.forgettable, self._pool.was_reset = self._waiting.blocks, self._pool_was_reset
         self._shortage = Shortage(facts.object_groups, facts.admitted_tokens)
@@ -125,7 +129,7 @@ class SchedulerHalf:
     # ---- lookup -------------------------------------------------------------------------------
 
     def new_request(self, request: Request) -> None:
-        self._follow_resets()
+        self._epochs.follow_resets()
         if request.resumable and not rehashes_sessions():
             if not self._stale_hashes:
                 log.warning(
@@ -165,8 +169,8 @@ class SchedulerHalf:
         if self._lookups.awaits_fill(state):
             return None, False  # first: many may wait, and vLLM asks about each in each pass
         self._sources.asked(request.request_id, local_tokens)
-        self._follow_resets()
-        if self._sleeps.in_question and not self._gave_up_on_sleep():
+        self._epochs.follow_resets()
+        if self._epochs.in_question():
             return None, False
         tokens = self._hits.tokens_to_load(state, local_tokens, has_all) if self._serves else 0
         if tokens is not None:
@@ -235,7 +239,7 @@ class SchedulerHalf:
 
     def plan_step(self, output: SchedulerOutput) -> None:
         """Add this step's stores to the plan, and send what the block pool did. Ends a scheduler pass."""
-        self._guarded("resets", self._follow_resets)
+        self._guarded("resets", self._epochs.follow_resets)
         self._guarded("answers", self._dispatcher.receive)
         self._lookups.next_pass()
         idle = not output.total_num_scheduled_tokens
@@ -272,10 +276,7 @@ class SchedulerHalf:
 
     def _may_store(self) -> bool:
         return (
-            self._serves
-            and self._dispatcher.usable() is not None
-            and self._pool.clears >= self._clears_awaited
-            and not self._stale_hashes
+            self._serves and self._dispatcher.usable() is not None and self._epochs.may_store and not self._stale_hashes
         )
 
     def step_ended(self) -> None:
@@ -341,7 +342,7 @@ class SchedulerHalf:
     def worker_report(self, report: StepReport) -> None:
         """Process each entry on its own: it is reported once, and a fault in one must not lose another."""
         self._acceptance.reported(report.step)
-        self._guarded("resets", self._look_for_sleep, report)
+        self._guarded("resets", self._epochs.workers_reported, report.wakes)
         for load_id, block_ids in report.quarantined:
             self._guarded("quarantine", self._quarantined, load_id, block_ids)
         for request_id in report.failed_loads:
@@ -414,57 +415,15 @@ class SchedulerHalf:
         self._notices.end_request(request.request_id, self._speed.tokens_per_second, prompt, why)
 
     def reset_cache(self) -> bool:
-        """vLLM reports that the weights may have changed, or goes to sleep. It resets its own blocks first, if it can."""
-        self._resets_seen = self._pool.resets
-        self._clears_awaited = self._pool.clears + (not self._pool.unused)
-        if self._variants.has_new_version or not self._sleeps.may_explain_reset():
-            self._begin_epoch(_RESET, self._clears_awaited)
+        """vLLM reports that the weights may have changed, or goes to sleep."""
+        self._epochs.reset_cache()
         return True
 
-    def _look_for_sleep(self, report: StepReport) -> None:
-        if self._sleeps.reported(report.wakes):
-            self._begin_epoch(_RESET, self._clears_awaited)
-
-    def _gave_up_on_sleep(self) -> bool:
-        if gave_up := self._sleeps.gave_up():
-            self._begin_epoch(_RESET, self._clears_awaited)
-        return gave_up
-
-    def _follow_resets(self) -> None:
-        """Follow a reset of the prefix cache that vLLM did not pass on to the connector: trainers reset after new weights.
-
-        Called before KV is named by the weights, and not by the reset itself, which reset_cache() may follow at once.
-        """
-        if self._resets_seen == self._pool.resets:
-            return
-        self._resets_seen = self._pool.resets
-        if not self._follows_resets:
-            return
-        self._begin_epoch("epoch: private since prefix reset", self._pool.clears_awaited)
-        if not self._variants.private:
-            return
-        self.counters["prefix_resets"] += 1
-        if self.counters["prefix_resets"] == 1:
-            log.warning(
-                "the prefix cache was reset, so the weights may have changed: from now on this engine shares KV with "
-                "itself only. Set a new kvserver.weights_version before a reset to share again, or "
-                "kvserver.on_prefix_reset=keep where a reset does not mean new weights (further resets are only counted)"
-            )
-
-    def _begin_epoch(self, since: str, clears_awaited: int) -> None:
-        """No KV stored so far may be found, unless a configured version names the weights.
-
-        vLLM does not reset blocks that requests use: they keep KV of the old weights, and nothing is stored until
-        a reset has succeeded.
-        """
+    def _begin_epoch(self, since: str) -> None:
+        """Make void what is of the former weights."""
         serves, self._serves = self._serves, False  # for good, should a fault leave open which weights' KV is found
         self._variants.weights_changed(since)
         self._introduction.again()
-        self._clears_awaited = clears_awaited
-        if self._pool.clears < clears_awaited:
-            log.warning(
-                "vLLM did not reset the prefix cache, since requests ran; nothing is stored until a reset succeeds"
-            )
         self._cancel_stores(list(self._pins))  # what they read may be of both weights
         for state in self._requests.values():
             self._abort_loads(state)

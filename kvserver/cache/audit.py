@@ -8,17 +8,17 @@ from kvserver.cache.chunk import ModelUse
 from kvserver.cache.space import Space
 
 
-def audit(cache: Space) -> None:
+def audit(space: Space) -> None:
     """Count chunks, pages, leases and pins, and compare with the counters. AssertionError names the wrong one.
 
     REQUIRES: no deferred work is left. Costs a walk over all chunks: for tests and idle moments.
     """
-    assert not cache.has_garbage, "free the cleared chunks first"
+    assert not space.has_garbage, "free the cleared chunks first"
     leases = pins = 0
     chunks: Counter[ModelUse] = Counter()
     tails: Counter[ModelUse] = Counter()
     pages: Counter[ModelUse] = Counter()
-    for chunk in cache.index:
+    for chunk in space.index:
         (tails if chunk.namespace.groups.tails else chunks)[chunk.namespace.model] += 1
         pages[chunk.namespace.model] += chunk.page_count
         leases += chunk.leases
@@ -26,24 +26,24 @@ def audit(cache: Space) -> None:
         masks = chunk.namespace.groups.masks
         ready = sum(1 << group for group, mask in enumerate(masks) if chunk.done & mask == mask)
         assert chunk.ready == ready, "READY without every rank's bytes, or the reverse"
-        assert chunk.leases or chunk.pins or cache.policy.tracks(chunk), "an idle chunk that eviction cannot find"
+        assert chunk.leases or chunk.pins or space.policy.tracks(chunk), "an idle chunk that eviction cannot find"
     count = chunks.total()
-    assert count == cache.index.chunk_count, f"{count} chunks, the index counts {cache.index.chunk_count}"
-    models = cache.index.models
-    assert tails.total() == cache.index.tail_blocks, (
-        f"{tails.total()} blocks of tails, {cache.index.tail_blocks} counted"
+    assert count == space.index.chunk_count, f"{count} chunks, the index counts {space.index.chunk_count}"
+    models = space.index.models
+    assert tails.total() == space.index.tail_blocks, (
+        f"{tails.total()} blocks of tails, {space.index.tail_blocks} counted"
     )
     assert all(tails[model] == model.tail_blocks for model in models.values()), "a model's tails are counted wrongly"
     assert all(chunks[model] == model.chunks for model in models.values()), "chunks of a model are counted wrongly"
     evicted = sum(model.evicted_chunks for model in models.values())
-    assert evicted == cache.evicted_chunks, f"models count {evicted} evictions of {cache.evicted_chunks}"
+    assert evicted == space.evicted_chunks, f"models count {evicted} evictions of {space.evicted_chunks}"
     used = sum(model.pages for model in models.values())
-    assert used == cache.pool.used_pages, f"models count {used} pages, {cache.pool.used_pages} are used"
-    all_leases = list(cache.leases)
-    assert len(all_leases) == cache.leases.count, f"{len(all_leases)} leases, {cache.leases.count} counted"
+    assert used == space.pool.used_pages, f"models count {used} pages, {space.pool.used_pages} are used"
+    all_leases = list(space.leases)
+    assert len(all_leases) == space.leases.count, f"{len(all_leases)} leases, {space.leases.count} counted"
     in_leases = sum(not chunk.detached for lease in all_leases for chunk in lease.chunks)
     assert leases == in_leases, f"chunks count {leases} leases, leases hold {in_leases} chunks"
-    assert pins <= cache.pins, f"chunks count {pins} pins, open plans {cache.pins}"
-    if cache.pins == 0:
+    assert pins <= space.pins, f"chunks count {pins} pins, open plans {space.pins}"
+    if space.pins == 0:
         assert all(pages[model] == model.pages for model in models.values()), "pages of a model are counted wrongly"
         assert pages.total() == used, f"chunks have {pages.total()} pages, {used} are used"

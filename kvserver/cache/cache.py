@@ -22,12 +22,17 @@ Rules kept here:
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
+from decimal import Decimal
 
 from kvserver.cache.audit import audit
 from kvserver.cache.chunk import Chunk, Namespace
+from kvserver.cache.eviction import EvictionPolicy
 from kvserver.cache.leases import Owner
 from kvserver.cache.misses import LookupOutcome, MissReason
 from kvserver.cache.namespace import tails_of
+from kvserver.cache.pages import PagePool
+from kvserver.cache.space import NO_SHARES, Space
 from kvserver.cache.store_plans import StorePlans
 from kvserver.protocol import KEY_BYTES, ErrorCode, KVServerError
 
@@ -60,7 +65,19 @@ def _lease(namespace: Namespace, keys: bytes) -> tuple[list[Chunk], int, int]:
     return needed, boundary, boundary
 
 
-class Cache(StorePlans):
+class Cache:
+    """The face of L1. `shares`: the fraction of L1 that is kept for a model, by its name: at most 1 together."""
+
+    def __init__(self, pool: PagePool, policy: EvictionPolicy, shares: Mapping[str, Decimal] = NO_SHARES) -> None:
+        self.space = space = Space(pool, policy, shares)
+        self.pool, self.policy, self.index, self.leases = pool, policy, space.index, space.leases
+        self.pin_chunks, self.unpin_chunks = space.pin_chunks, space.unpin_chunks
+        self.clear_namespaces, self.step = space.clear_namespaces, space.step
+        plans = StorePlans(space)
+        self.plan_store, self.extend_plan, self.finish_store = plans.plan_store, plans.extend_plan, plans.finish_store
+        self.has_objects, self.drop_objects = plans.has_objects, plans.drop_objects
+        self.drop_incomplete = plans.drop_incomplete
+
     # ---- lookup and leases --------------------------------------------------------------------
 
     def lookup(self, namespace_id: bytes, keys: bytes, owner: Owner, deadline: float) -> LookupOutcome:
@@ -131,12 +148,12 @@ class Cache(StorePlans):
     def _why_absent(self, namespace_id: bytes, keys: bytes, position: int) -> MissReason:
         """EvictedKeys loses some keys. One of which nothing else is known counts as the evicted chunk behind it."""
         key = keys[position * KEY_BYTES : (position + 1) * KEY_BYTES]
-        if (namespace_id, key) in self._evicted_keys:
+        if (namespace_id, key) in self.space.evicted_keys:
             return MissReason.EVICTED
         if self._namespace_with(key):
             return MissReason.OTHER_NAMESPACE
         behind = keys[(position + 1) * KEY_BYTES : (position + 2) * KEY_BYTES]
-        return MissReason.EVICTED if (namespace_id, behind) in self._evicted_keys else MissReason.NEVER_STORED
+        return MissReason.EVICTED if (namespace_id, behind) in self.space.evicted_keys else MissReason.NEVER_STORED
 
     def _namespace_with(self, key: bytes) -> bytes:
         """The id of a namespace that has the key; b"" if none of the searched namespaces has it."""
@@ -176,9 +193,9 @@ class Cache(StorePlans):
         for chunk in chunks:
             chunk.pins -= 1
             chunk.loaded |= copied
-        self.pins -= len(chunks)
-        self._free_or_track(*reversed(chunks))
+        self.space.pins -= len(chunks)
+        self.space.free_or_track(*reversed(chunks))
 
     def audit(self) -> None:
         """AssertionError names what does not balance. REQUIRES: no deferred work is left. Walks over all chunks."""
-        audit(self)
+        audit(self.space)

@@ -22,13 +22,11 @@ from kvserver.cache.store_plan import StorePlan
 
 SLICE = 256  # chunks that one step() frees or unleases
 _EVICTION_STEPS = 3  # steps of one eviction, beside the step of looking at the chunk
-_NO_SHARES: Mapping[str, Decimal] = MappingProxyType({})
+NO_SHARES: Mapping[str, Decimal] = MappingProxyType({})
 
 
 class Space:
-    """`shares`: the fraction of L1 that is kept for a model, by its name: at most 1 together."""
-
-    def __init__(self, pool: PagePool, policy: EvictionPolicy, shares: Mapping[str, Decimal] = _NO_SHARES) -> None:
+    def __init__(self, pool: PagePool, policy: EvictionPolicy, shares: Mapping[str, Decimal] = NO_SHARES) -> None:
         self.pool = pool
         self.policy = policy
         self.index = Index(policy.make_chunk)
@@ -41,7 +39,7 @@ class Space:
         self.pins = 0  # over all chunks; equals the pins of open plans and loads
         self._garbage: deque[Namespace] = deque()  # cleared namespaces; a freed chunk is removed from its namespace
         self._freed_next: Chunk | None = None  # if it is of the first of these
-        self._evicted_keys = EvictedKeys()
+        self.evicted_keys = EvictedKeys()
 
     def pin_chunks(self, chunks: Sequence[Chunk]) -> None:
         """Keep the chunks' pages until unpin_chunks(): they are read, by no engine."""
@@ -55,7 +53,7 @@ class Space:
         for chunk in chunks:
             chunk.pins -= 1
             if chunk.detached or not self.policy.tracks(chunk):
-                self._free_or_track(chunk)
+                self.free_or_track(chunk)
 
     def clear_namespaces(self, base: bytes = b"") -> int:
         """Detach all chunks of the namespaces that begin with `base`; step() frees their pages."""
@@ -96,7 +94,7 @@ class Space:
                 else:
                     namespace.chunks.remove(chunk.key)
                 self._freed_next = self.policy.younger(chunk)
-                self._free_or_track(chunk)
+                self.free_or_track(chunk)
                 return 1
             self._garbage.popleft()
         self._freed_next = None
@@ -104,7 +102,7 @@ class Space:
 
     # ---- free, allocate, evict ----------------------------------------------------------------
 
-    def _free_or_track(self, *chunks: Chunk, before: Chunk | None = None) -> None:
+    def free_or_track(self, *chunks: Chunk, before: Chunk | None = None) -> None:
         """After a pin ended: free detached chunks, make the others the youngest, in this order, or older than `before`."""
         for chunk in chunks:
             if chunk.detached and not chunk.pins:
@@ -121,7 +119,7 @@ class Space:
         self.policy.untrack(chunk)
         return pages
 
-    def _allocate_slots(self, plan: StorePlan, model: ModelUse) -> list[bytes] | None:
+    def allocate_slots(self, plan: StorePlan, model: ModelUse) -> list[bytes] | None:
         """All of one chunk's slots, or None and none."""
         slots: list[bytes] = []
         while len(slots) < len(plan.slots):
@@ -171,4 +169,4 @@ class Space:
         chunk.namespace.model.never_loaded_chunks += bool(chunk.ready) and not chunk.loaded
         self.evicted_pages += self._free_chunk(chunk)
         plan.evicted.append((chunk.namespace.id, chunk.key))
-        self._evicted_keys.add(chunk.namespace.id, chunk.key, self.index.chunk_count)
+        self.evicted_keys.add(chunk.namespace.id, chunk.key, self.index.chunk_count)

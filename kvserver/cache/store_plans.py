@@ -19,8 +19,11 @@ from kvserver.protocol import KEY_BYTES, ErrorCode, KVServerError
 _FIRST_SLOT = range(1)
 
 
-class StorePlans(Space):
+class StorePlans:
     """REQUIRES: one thread uses it."""
+
+    def __init__(self, space: Space) -> None:
+        self._space = space
 
     def plan_store(
         self,
@@ -47,23 +50,23 @@ class StorePlans(Space):
         of it and of the objects before it, or if no further chunk may be evicted. KVServerError(TOO_LARGE) if L1 is too
         small for one slot. A plan that is not `complete` after `steps` steps is continued by extend_plan().
         """
-        pages = self.pool.pages_for(slot_bytes)
-        if pages > self.pool.pages:
+        pages = self._space.pool.pages_for(slot_bytes)
+        if pages > self._space.pool.pages:
             raise KVServerError(
                 ErrorCode.TOO_LARGE,
-                f"a chunk of {slot_bytes} bytes needs {pages} pages of {self.pool.page_bytes} bytes, L1 has "
-                f"{self.pool.pages}; raise --l1-size",
+                f"a chunk of {slot_bytes} bytes needs {pages} pages of {self._space.pool.page_bytes} bytes, L1 has "
+                f"{self._space.pool.pages}; raise --l1-size",
             )
         count = len(keys) // KEY_BYTES
-        places, room = places or range(count), max(1, self.pool.pages // (pages * groups.slots[group]))
+        places, room = places or range(count), max(1, self._space.pool.pages // (pages * groups.slots[group]))
         fitting = len(range(places.start, min(places.stop, room), places.step))
         plan = StorePlan(
             group, slots, groups, namespace_id, model_name, keys[: fitting * KEY_BYTES], pages,
             complete=False, after=after,
         )  # fmt: skip
         plan.no_space = count - fitting
-        plan.found = [chunk for chunk in self.index.find_chunks(namespace_id, plan.keys) if chunk is not None]
-        self.pin_chunks(plan.found)
+        plan.found = [chunk for chunk in self._space.index.find_chunks(namespace_id, plan.keys) if chunk is not None]
+        self._space.pin_chunks(plan.found)
         self.extend_plan(plan, steps)
         return plan
 
@@ -73,7 +76,7 @@ class StorePlans(Space):
         Each call may add to `evicted`. The index may change in any way between two calls.
         """
         plan.steps = steps
-        namespace = self.index.find_or_make_namespace(plan.namespace_id, plan.groups, plan.model_name)
+        namespace = self._space.index.find_or_make_namespace(plan.namespace_id, plan.groups, plan.model_name)
         first = len(plan.prefix)
         for position, (key,) in enumerate(split_keys(plan.keys[first * KEY_BYTES :]), first):
             if plan.steps <= 0:
@@ -86,25 +89,25 @@ class StorePlans(Space):
                 continue
             if chunk is not None:
                 chunk.pins += 1  # it may have been added after planning began, then `found` does not pin it
-            slots = self._allocate_slots(plan, namespace.model)
+            slots = self._space.allocate_slots(plan, namespace.model)
             if slots is None:
                 if chunk is not None:
                     chunk.pins -= 1
-                    self._free_or_track(chunk)
+                    self._space.free_or_track(chunk)
                 if not plan.full:
                     return
                 plan.no_space += len(plan.keys) // KEY_BYTES - position
                 break
             if chunk is None:
-                chunk = self.index.add_chunk(namespace, key)
+                chunk = self._space.index.add_chunk(namespace, key)
                 chunk.pins += 1
-                plan.returning = plan.returning and (namespace.id, key) in self._evicted_keys
+                plan.returning = plan.returning and (namespace.id, key) in self._space.evicted_keys
                 if plan.returning:
-                    self.policy.use([chunk])
+                    self._space.policy.use([chunk])
             for number, slot in zip(plan.slots, slots, strict=True):
                 chunk.set_slot(number, slot)
             namespace.model.pages += plan.pages * len(plan.slots)
-            self.pins += 1
+            self._space.pins += 1
             plan.steps -= 1
             plan.prefix.append(chunk)
             plan.chunks.append(chunk)
@@ -122,7 +125,7 @@ class StorePlans(Space):
         bits, mask = sum([1 << number for number in plan.slots]), plan.groups.masks[plan.group]
         for place, chunk in enumerate(plan.chunks):
             chunk.pins -= 1
-            self.pins -= 1
+            self._space.pins -= 1
             if copied and not chunk.detached and place not in failed:
                 chunk.done |= bits
                 if chunk.done & mask == mask:
@@ -130,17 +133,17 @@ class StorePlans(Space):
                     plan.ready.append(chunk)
             else:
                 for number in plan.slots:
-                    self.pool.free_pages(chunk.slot(number))
+                    self._space.pool.free_pages(chunk.slot(number))
                     chunk.set_slot(number, b"")
                 chunk.namespace.model.pages -= plan.pages * len(plan.slots)
                 if not chunk.detached and chunk.empty:
-                    self.index.detach_chunk(chunk)
-        self._free_or_track(*reversed(plan.prefix), before=self._chunk_before(plan))
+                    self._space.index.detach_chunk(chunk)
+        self._space.free_or_track(*reversed(plan.prefix), before=self._chunk_before(plan))
         return len(plan.ready)
 
     def has_objects(self, namespace_id: bytes, group: int, keys: bytes) -> bool:
         """Whether the group's objects of all keys are READY."""
-        namespace = self.index.find_namespace(namespace_id)
+        namespace = self._space.index.find_namespace(namespace_id)
         found = namespace.chunks.find(keys) if namespace is not None else [None]
         return all(chunk is not None and chunk.ready >> group & 1 for chunk in found)
 
@@ -150,7 +153,7 @@ class StorePlans(Space):
         Returns the keys of those that were freed.
         """
         dropped = []
-        for chunk in self.index.find_chunks(namespace_id, keys):
+        for chunk in self._space.index.find_chunks(namespace_id, keys):
             if chunk is None or not chunk.ready >> group & 1 or chunk.leases or chunk.pins:
                 continue
             self._drop_object(chunk, group)
@@ -159,28 +162,28 @@ class StorePlans(Space):
 
     def drop_incomplete(self, namespace_id: bytes, group: int, keys: bytes) -> None:
         """Free the slots of objects that lack a rank's bytes, if nothing fills them: such objects can be stored anew whole."""
-        for chunk in self.index.find_chunks(namespace_id, keys):
+        for chunk in self._space.index.find_chunks(namespace_id, keys):
             if chunk is not None and not chunk.ready >> group & 1 and not chunk.is_filling(group):
                 self._drop_object(chunk, group)
 
     def _drop_object(self, chunk: Chunk, group: int) -> None:
         """REQUIRES: nothing reads or fills it."""
         slots = chunk.remove_object(group)
-        self.pool.free_pages(slots)
+        self._space.pool.free_pages(slots)
         chunk.namespace.model.pages -= page_count(slots)
         if chunk.empty:
-            self.index.detach_chunk(chunk)
-            self._free_or_track(chunk)
+            self._space.index.detach_chunk(chunk)
+            self._space.free_or_track(chunk)
 
     def _complete_plan(self, plan: StorePlan) -> None:
         """Unpin all chunks but those that the plan fills."""
         plan.complete = True
         for chunk in plan.found:
             chunk.pins -= 1
-        self.pins -= len(plan.found)
-        self._free_or_track(*reversed(plan.found), *reversed(plan.prefix), before=self._chunk_before(plan))
+        self._space.pins -= len(plan.found)
+        self._space.free_or_track(*reversed(plan.found), *reversed(plan.prefix), before=self._chunk_before(plan))
 
     def _chunk_before(self, plan: StorePlan) -> Chunk | None:
         """The chunk that the plan's blocks follow, which is useful without them."""
-        namespace = self.index.find_namespace(plan.after[0]) if plan.after is not None else None
+        namespace = self._space.index.find_namespace(plan.after[0]) if plan.after is not None else None
         return namespace.chunks.get(plan.after[1]) if namespace is not None and plan.after is not None else None

@@ -5,6 +5,7 @@ Also what subscribers with a thread of their own need: a bounded queue (`runner`
 
 from kvserver.events.appended_file import AppendedFile
 from kvserver.events.bus import Bus, Subscriber
+from kvserver.events.chunk_events import publish_evicted
 from kvserver.events.runner import QUEUE_COST, Runner
 from kvserver.events.types import (
     NAMES,

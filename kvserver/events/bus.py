@@ -39,9 +39,10 @@ log = logging.getLogger(__name__)
 
 
 class Subscriber:
-    """Runs in the bus's thread. An exception of one is counted and harms no other."""
+    """Runs in the bus's thread, for the events of its types. An exception of one is counted and harms no other."""
 
     name: str
+    handles: frozenset[type[Event]] = frozenset(NAMES)  # all types
 
     def handle(self, event: Event) -> None:
         raise NotImplementedError
@@ -72,6 +73,7 @@ class Bus:
     ) -> None:
         """The thread calls `idle` once a second."""
         self.subscribers = tuple(subscribers)
+        self._of_type = {kind: tuple(s for s in subscribers if kind in s.handles) for kind in NAMES}
         self.published = dict.fromkeys(NAMES.values(), 0)
         self.dropped = dict.fromkeys(NAMES.values(), 0)
         self.errors: Counter[str] = Counter()  # exceptions, by subscriber
@@ -146,7 +148,7 @@ class Bus:
         waited = (time.monotonic_ns() - event.time_ns) * 1e-9
         self._waits.observe(waited)
         self._lag = max(self._lag, waited)
-        for subscriber in self.subscribers:
+        for subscriber in self._of_type[type(event)]:
             try:
                 subscriber.handle(event)
             except Exception as error:

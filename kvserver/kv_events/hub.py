@@ -65,6 +65,12 @@ _PUBLISHED: tuple[Metric[Counter[type[KVEvent]]], ...] = (
 
 class Hub(Subscriber):
     name = "kv_events"
+    handles = frozenset(
+        {
+            *(ChunksDescribed, ChunksStored, ChunksEvicted, L1Cleared, L1Resynced),
+            *(L2Stored, L2Removed, L2Cleared, L2Resynced, InstanceDescribed, InstanceDisconnected),
+        }
+    )
 
     def __init__(self, memory_bytes: int, hand_over: Callable[[DirectEvent], None]) -> None:
         """`hand_over` is called in the order of the events' numbers, and must not wait. `memory_bytes`: most for descriptions."""

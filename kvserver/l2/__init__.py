@@ -10,6 +10,7 @@ from kvserver.l2.base import (
     TierEnd,
     TierOutcome,
 )
+from kvserver.l2.coverage import Coverage, coverages_of
 from kvserver.l2.files.tier import THREADS as FILE_THREADS
 from kvserver.l2.files.tier import FileTier
 from kvserver.l2.kinds import make_tier

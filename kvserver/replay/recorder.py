@@ -36,6 +36,7 @@ class Recorder(Subscriber):
     """A subscriber whose file has a thread of its own: a disk that hangs delays no other subscriber."""
 
     name = "record"
+    handles = frozenset({LookupEnded})
 
     def __init__(self, path: str, most_bytes: int, dropped: Callable[[], int]) -> None:
         """Appends to the file, which has `most_bytes` at most. ConfigError if it cannot be opened.

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from msgspec import Struct
 
 from kvserver.cache import split_namespace
+from kvserver.engines import Instance
 from kvserver.protocol import Durability
-from kvserver.server.instances import Instance
 from kvserver.server.upkeep import Upkeep
 
 MOST_NAMESPACES = 64  # in one turn of the loop: each is looked for among all
@@ -160,21 +160,21 @@ class Clears:
         """Those with objects whose model is not known here: L2 keeps namespaces, which no engine that is known made."""
         known = {one.last_namespace for one in self._all() if one.last_namespace is not None}
         known |= {split_namespace(id)[0] for id in self._upkeep.cache.index.namespace_ids()}
-        local = {tier.name: tier for tier in self._upkeep.tiers.local}
+        local = {tier.name: tier for tier in self._upkeep.storage.tiers.local}
         return [
             name
-            for name in (each.tier.name for each in self._upkeep.tiers.all)
+            for name in (each.tier.name for each in self._upkeep.storage.tiers.all)
             if name not in local or local[name].count((b"",)) > local[name].count(tuple(known))
         ]
 
     def _tiers_of(self, meant: list[Instance], prefixes: set[bytes]) -> list[TierClear]:
-        local = {tier.name: tier for tier in self._upkeep.tiers.local}
+        local = {tier.name: tier for tier in self._upkeep.storage.tiers.local}
         # Of KV whose engines are not registered it is not known how far it may go.
         everywhere = bool(prefixes - {one.namespace for one in meant}) or any(
             one.durability(Durability.ANYWHERE) is Durability.ANYWHERE for one in meant
         )
         found: list[TierClear] = []
-        for each in self._upkeep.tiers.all:
+        for each in self._upkeep.storage.tiers.all:
             tier = each.tier
             known = local.get(tier.name)
             objects = known.count(tuple(prefixes)) if known is not None else None

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from kvserver._native import Outcome
 from kvserver.cache import PagePool
 from kvserver.copy import Completion, Tickets
+from kvserver.engines import CopyTicket, Counts, Instances, LoadTicket, StoreTicket, Ticket, Worker
 from kvserver.events import Bus, CopyBegan, CopyEnded, CopyRefused
+from kvserver.l2 import Coverage
 from kvserver.protocol import Durability, Error, ErrorCode, KVServerError, Retrieve, Store
-from kvserver.server.coverage import Coverage
-from kvserver.server.instances import Counts, Instances, Worker
-from kvserver.server.tickets import CopyTicket, LoadTicket, StoreTicket, Ticket
 
 _FAILURES = {
     Outcome.FAILED: ErrorCode.INTERNAL,

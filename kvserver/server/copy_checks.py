@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvserver._native import BlockIds, Direction
+from kvserver.engines import Worker, WorkerGroup
 from kvserver.protocol import (
     KEY_BYTES,
     MOST_EXTRA_KEY_BYTES,
@@ -14,7 +15,6 @@ from kvserver.protocol import (
     Retrieve,
     Store,
 )
-from kvserver.server.instances import Worker, WorkerGroup
 
 
 def chunk_count(keys: bytes) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from kvserver import __version__
+from kvserver.engines import EngineReports, Instances, Respond, Workers
 from kvserver.kv_events import Feed
 from kvserver.protocol import (
     OLDEST_PROTOCOL_VERSION,
@@ -40,15 +41,11 @@ from kvserver.protocol import (
 )
 from kvserver.server.clears import ClearRefusal, ClearRequest, Clears
 from kvserver.server.copy_checks import check_chunk, chunk_count
-from kvserver.server.fills import Fills
-from kvserver.server.instances import Instances
 from kvserver.server.loads import Loads
 from kvserver.server.lookups import L1Lookups
-from kvserver.server.reports import EngineReports
 from kvserver.server.stores import Stores
-from kvserver.server.tickets import Respond
 from kvserver.server.upkeep import Upkeep
-from kvserver.server.workers import Workers
+from kvserver.tiering import Storage
 
 
 @dataclass
@@ -61,7 +58,7 @@ class Handlers:
     lookups: L1Lookups
     stores: Stores
     loads: Loads
-    fills: Fills
+    storage: Storage
     reports: EngineReports
     upkeep: Upkeep
     feed: Feed
@@ -112,7 +109,7 @@ class Handlers:
         instance = self.instances.instance(lookup.instance_id, lookup.incarnation)
         check_chunk(lookup.chunk_blocks, instance.any_worker().spec)
         chunk_count(lookup.keys)
-        self.fills.begin(request, instance, respond)
+        self.storage.begin(request, instance, respond, self.lookups.answer_again)
 
     def _hello(self, request: Hello) -> HelloReply:
         if not OLDEST_PROTOCOL_VERSION <= request.protocol_version <= PROTOCOL_VERSION:

@@ -6,14 +6,12 @@ from dataclasses import dataclass
 
 from kvserver.cache import Cache
 from kvserver.copy import Completion
+from kvserver.engines import LoadTicket, Respond, Worker
 from kvserver.events import Bus, ChunksLoaded
 from kvserver.protocol import Retrieve, Retrieved
 from kvserver.server.copies import Copies, failure
 from kvserver.server.copy_checks import group_of, load_blocks
-from kvserver.server.fills import Fills
-from kvserver.server.instances import Worker
-from kvserver.server.spill import Spill
-from kvserver.server.tickets import LoadTicket, Respond
+from kvserver.tiering import Storage
 
 
 @dataclass
@@ -21,8 +19,7 @@ class Loads:
     cache: Cache
     copies: Copies
     bus: Bus
-    spill: Spill
-    fills: Fills
+    storage: Storage
 
     def begin(self, request: Retrieve, respond: Respond) -> None:
         """Queue the copy, or raise KVServerError after failing its state word. REQUIRES: the boot id was checked."""
@@ -41,7 +38,7 @@ class Loads:
         arrived_ns = self.copies.now_ns()
         found = self.cache.plan_load(namespace, request.keys, group.number)
         self.copies.counts_of(worker).loads += 1
-        self.fills.loaded((worker.spec.instance_id, request.request_id))
+        self.storage.loading((worker.spec.instance_id, request.request_id))
         ticket = LoadTicket(request, respond, worker, group, namespace, blocks, found, arrived_ns)
         try:
             self.copies.submit(ticket, request.skip_blocks)
@@ -70,5 +67,5 @@ class Loads:
                 len(keys),
             )
             if (of_l2 := self.copies.coverage_in_l2(ticket)) is not None:
-                self.spill.loaded(ticket.namespace, *of_l2, ticket.chunks)
+                self.storage.loaded(ticket.namespace, *of_l2, ticket.chunks)
         ticket.respond(Retrieved(chunks=len(ticket.chunks)))

@@ -20,12 +20,11 @@ from msgspec.structs import replace
 
 from kvserver.cache import Cache, LookupOutcome, MissReason, counted_in_l2
 from kvserver.copy import Devices
+from kvserver.engines import Instance, Instances
 from kvserver.events import Bus, LookupEnded
 from kvserver.protocol import KEY_BYTES, ErrorCode, KVServerError, Lookup, LookupReply, LookupTail
-from kvserver.server.ages import Ages
 from kvserver.server.copy_checks import check_chunk, check_tail, chunk_count
-from kvserver.server.instances import Instance, Instances
-from kvserver.server.presence import Presence
+from kvserver.tiering import Storage
 
 _MOST_OPEN = 1024  # the oldest are over then: each keeps its keys
 
@@ -49,8 +48,7 @@ class L1Lookups:
     devices: Devices
     instances: Instances
     lease_seconds: float
-    presence: Presence
-    ages: Ages
+    storage: Storage
     bus: Bus
     clock: Callable[[], float] = time.monotonic
     # By (instance id, request id), the oldest first: they have replied that the hit may go on.
@@ -73,18 +71,13 @@ class L1Lookups:
             outcome = LookupOutcome(chunks, 0, missed, request.keys[:KEY_BYTES], unavailable=why)
             return self._over(_Looked(request, instance, namespace or b"", spec.chunk_tokens, began_ns, outcome))
         outcome = self.cache.lookup(namespace, request.keys, owner, self._deadline())
-        most = outcome.hit_chunks
-        if most:
-            self.ages.found(instance, namespace, request.keys, most, request.durability)
-        if outcome.missed:
-            in_l2 = self.presence.with_l2(instance, namespace, request.keys, most, request.durability)
-            if in_l2.known > most:
-                outcome = counted_in_l2(outcome, in_l2.known, MissReason.SLOW_L2 if in_l2.slow else MissReason.IN_L2)
-            most = in_l2.most
-            instance.counts.fills_not_begun += in_l2.slow
+        in_l2 = self.storage.found(instance, namespace, request.keys, outcome.hit_chunks, request.durability)
+        if in_l2.known > outcome.hit_chunks:
+            outcome = counted_in_l2(outcome, in_l2.known, MissReason.SLOW_L2 if in_l2.slow else MissReason.IN_L2)
+        instance.counts.fills_not_begun += in_l2.slow
         looked = _Looked(request, instance, namespace, spec.chunk_tokens, began_ns, outcome)
-        if most > outcome.hit_chunks:
-            return self._over(looked, most)
+        if in_l2.most > outcome.hit_chunks:
+            return self._over(looked, in_l2.most)
         if spec.tails and outcome.missed and self.cache.has_tails(namespace):
             self._open[owner] = looked
             if len(self._open) > _MOST_OPEN:

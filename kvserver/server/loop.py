@@ -16,6 +16,7 @@ import math
 import os
 import queue
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -24,6 +25,7 @@ import msgspec
 import zmq
 from msgspec import Raw
 
+from kvserver.engines import Lifelines
 from kvserver.events import Bus
 from kvserver.protocol import (
     MOST_MESSAGE_BYTES,
@@ -39,9 +41,9 @@ from kvserver.protocol import (
 )
 from kvserver.protocol.status import DaemonStatus
 from kvserver.server.handlers import Handlers
-from kvserver.server.lifeline import Lifelines
 from kvserver.server.replies import Call, Replies
 from kvserver.server.upkeep import Upkeep
+from kvserver.service_manager import report_alive
 from kvserver.telemetry import LOOP
 
 log = logging.getLogger(__name__)
@@ -85,6 +87,7 @@ class Server:
         self.rpc = self._replies.rpc
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._wake).atexit = False  # a signal may wake a loop that has ended
         self._stopping = False
         self.started = time.monotonic()
         self.turns = Histogram(WAIT_SECONDS)
@@ -239,6 +242,7 @@ class Server:
             self._last_tick = time.monotonic()
             self._guarded(self._upkeep.tick)
             self._guarded(self._look_at_paths)
+            report_alive(self.failure)  # from here, so that a service manager ends a loop that hangs
         if ticks or gc.get_count()[0] > _MOST_YOUNG:
             gc.collect(0)  # only what was made since; the collector proper is off (see daemon)
         self._last_turn = now = time.monotonic()

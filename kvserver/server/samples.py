@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Sequence
 
 from kvserver.cache import Cache
+from kvserver.engines import Counts, Instances
 from kvserver.events import Bus
-from kvserver.server.instances import Counts, Instances
-from kvserver.server.tiers import ConfiguredTier
 from kvserver.telemetry import SOURCES, Rpc
+from kvserver.tiering import Storage
 
 _COUNTED = (
     "lookup_tokens",
@@ -39,9 +38,7 @@ GAUGES = ("l1_used_bytes", "l2_used_bytes", "engines")
 SERIES = ("time", *COUNTERS, *GAUGES)  # time: seconds since 1970
 
 
-def take_sample(
-    instances: Instances, cache: Cache, tiers: Sequence[ConfiguredTier], bus: Bus, rpc: Rpc
-) -> array[float]:
+def take_sample(instances: Instances, cache: Cache, storage: Storage, bus: Bus, rpc: Rpc) -> array[float]:
     """One float for each of SERIES."""
     counts: list[Counts] = instances.all_counts()
     benefits = [each.benefit for each in counts]
@@ -55,9 +52,9 @@ def take_sample(
             sum(benefit.lost_seconds for benefit in benefits),
             rpc.faults,
             sum(bus.dropped.values()),
-            cache.evicted_chunks,
+            cache.space.evicted_chunks,
             cache.pool.used_pages * cache.pool.page_bytes,
-            sum(each.tier.status().used_bytes for each in tiers),
+            sum(each.tier.status().used_bytes for each in storage.tiers.all),
             len(instances.by_id),
         ),
     )

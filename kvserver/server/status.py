@@ -10,6 +10,7 @@ from msgspec.structs import asdict, replace
 from kvserver.cache import Cache, MissReason
 from kvserver.config import Placement
 from kvserver.copy import Devices
+from kvserver.engines import Counts, Disconnect, Instance, Instances
 from kvserver.protocol import block_bytes
 from kvserver.protocol.status import (
     ConnectsStatus,
@@ -22,7 +23,6 @@ from kvserver.protocol.status import (
     TotalsStatus,
     WorkerStatus,
 )
-from kvserver.server.instances import Counts, Disconnect, Instance, Instances
 from kvserver.telemetry import PHASES, Rpc
 
 
@@ -35,9 +35,9 @@ def l1_status(cache: Cache, placement: Placement) -> L1Status:
         page_bytes=pool.page_bytes,
         chunks=cache.index.chunk_count,
         tail_blocks=cache.index.tail_blocks,
-        evictions=cache.evicted_chunks,
-        evicted_bytes=cache.evicted_pages * pool.page_bytes,
-        cleared_chunks=cache.cleared_chunks,
+        evictions=cache.space.evicted_chunks,
+        evicted_bytes=cache.space.evicted_pages * pool.page_bytes,
+        cleared_chunks=cache.space.cleared_chunks,
         models={
             name: ModelStatus(
                 used_bytes=model.pages * pool.page_bytes,

@@ -9,15 +9,12 @@ from dataclasses import dataclass, field, replace
 from kvserver._native import Outcome
 from kvserver.cache import Cache, StorePlan
 from kvserver.copy import Completion
-from kvserver.events import Bus, ChunksDescribed, ChunksEvicted, ChunksStored
+from kvserver.engines import Respond, StoreTicket, Worker, WorkerGroup
+from kvserver.events import Bus, ChunksDescribed, ChunksEvicted, ChunksStored, publish_evicted
 from kvserver.protocol import TOKEN_BYTES, Error, ErrorCode, KVServerError, Store, Stored
-from kvserver.server.chunk_events import publish_evicted
 from kvserver.server.copies import Copies, failure
 from kvserver.server.copy_checks import chunk_count, group_of, keys_at, own_places, store_blocks
-from kvserver.server.instances import Worker, WorkerGroup
-from kvserver.server.l2_events import L2Events
-from kvserver.server.spill import Spill
-from kvserver.server.tickets import Respond, StoreTicket
+from kvserver.tiering import Storage
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +26,7 @@ class Stores:
     cache: Cache
     copies: Copies
     bus: Bus
-    spill: Spill
-    l2_events: L2Events
+    storage: Storage
     _steps: int = STEPS_PER_TURN  # that are left in this turn
     # Stores whose plan takes more than one turn. Each ends when the plan is complete, at its deadline or when its worker
     # closes, whose memory stays mapped until then.
@@ -190,7 +186,7 @@ class Stores:
                 )
                 for group in ticket.group.layout.objects
             )
-            in_l2 = () if ticket.group.layout.tails else self.l2_events.present(namespace, len(ready), keys)
+            in_l2 = () if ticket.group.layout.tails else self.storage.present(namespace, len(ready), keys)
             hashed_tokens = len(contents.tokens) // TOKEN_BYTES * contents.hash_bytes // len(contents.hashes)
             described = ChunksDescribed(
                 self.copies.now_ns(), spec.instance_id, namespace, keys, ready, hashed_tokens, contents, in_l2
@@ -207,7 +203,7 @@ class Stores:
             self.bus.publish(stored, len(keys))
             if not group.layout.tails and (of_l2 := self.copies.coverage_in_l2(ticket)) is not None:
                 after = ticket.request.after or b""
-                self.spill.stored(ticket.namespace, *of_l2, ticket.plan.prefix, after, set(ready))
+                self.storage.stored(ticket.namespace, *of_l2, ticket.plan.prefix, after, set(ready))
 
 
 def _slots(group: WorkerGroup) -> range:

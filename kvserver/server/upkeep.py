@@ -15,19 +15,11 @@ from enum import Enum
 from kvserver._native import Outcome
 from kvserver.cache import Cache
 from kvserver.copy import Completion, Devices, Tickets
+from kvserver.engines import Disconnect, Lifeline, LoadTicket, MapTicket, StoreTicket, Ticket, UnmapTicket, Workers
 from kvserver.events import Bus, L1Cleared
-from kvserver.server.ages import Ages
-from kvserver.server.fills import Fills
-from kvserver.server.instances import Disconnect
-from kvserver.server.l2_events import L2Events
-from kvserver.server.lifeline import Lifeline
 from kvserver.server.loads import Loads
-from kvserver.server.resync import Resync
-from kvserver.server.spill import Spill
 from kvserver.server.stores import Stores
-from kvserver.server.tickets import LoadTicket, MapTicket, StoreTicket, Ticket, UnmapTicket
-from kvserver.server.tiers import Tiers
-from kvserver.server.workers import Workers
+from kvserver.tiering import Resync, Storage
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +33,7 @@ class Audit(Enum):
     NOT_COUNTED = "not counted"  # copies or other work are under way, or L1 holds more than _AUDIT_CHUNKS
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Upkeep:
     cache: Cache
     devices: Devices
@@ -50,11 +42,7 @@ class Upkeep:
     loads: Loads
     workers: Workers
     resync: Resync
-    tiers: Tiers
-    l2_events: L2Events
-    spill: Spill
-    fills: Fills
-    ages: Ages
+    storage: Storage
     bus: Bus
     clock: Callable[[], float] = time.monotonic
     audit_seconds: float = 10.0  # at least between two audits while messages come
@@ -73,14 +61,14 @@ class Upkeep:
     @property
     def lost_tier(self) -> str:
         """Why a tier of L2 that is required cannot be used; empty while all can."""
-        return self.tiers.failure
+        return self.storage.failure
 
     # ---- completions --------------------------------------------------------------------------
 
     @property
     def completion_fds(self) -> list[int]:
         """Readable when tickets have completed."""
-        return [*self.tickets.completion_fds, *self.tiers.completion_fds]
+        return [*self.tickets.completion_fds, *self.storage.completion_fds]
 
     def complete_tickets(self) -> None:
         """Complete every ticket whose copy or mapping has ended. Never raises: a fault in one ticket stops no other."""
@@ -90,8 +78,7 @@ class Upkeep:
                 self._complete(ticket, completion)
             except Exception:
                 log.exception("internal error while completing a %s", type(ticket).__name__)
-        self.tiers.complete()
-        self.l2_events.publish()
+        self.storage.complete()
 
     def _log_loss(self) -> None:
         lost = self.devices.lost
@@ -126,21 +113,18 @@ class Upkeep:
     def tick(self) -> None:
         """Once a second or so: expire leases and departed instances, close silent connections, note what has been pinned."""
         self.devices.update_pinned_pages(self.cache.pool)
-        self.tiers.tick(int(self.clock() * 1e9))
+        self.storage.tick()
         self.workers.tick()
-        self.fills.tick()
-        self.ages.tick()
         self.cache.expire_leases(self.clock())
 
     def seconds_left(self) -> float:
         """Until something is due that no message and no completion announces."""
-        due_ns = self.fills.next_due_ns
+        due_ns = self.storage.next_due_ns
         return 3600.0 if due_ns is None else max(0.0, due_ns * 1e-9 - self.clock())
 
     def step(self) -> bool:
         """At the end of each turn: a slice of the work that was left. True while there is more to do at once."""
-        more = self.cache.step() | self.resync.step() | self.spill.step() | self.fills.step() | self.ages.step()
-        more |= self.l2_events.step()
+        more = self.cache.step() | self.resync.step() | self.storage.step()
         for worker in self.stores.step():
             self.workers.unmap_if_idle(worker)
         self._work_left = more or self.stores.waiting > 0
@@ -153,11 +137,9 @@ class Upkeep:
         can come back from L2, after a power loss either.
         """
         chunks = self.cache.clear_namespaces(base)
-        self.l2_events.clear(base)
-        self.bus.publish(L1Cleared(int(self.clock() * 1e9), base))
         log.info("%d chunks cleared from L1", chunks)
-        self.fills.clear(base)
-        self.tiers.clear(base, lambda failure: done(chunks, failure))
+        self.storage.clear(base, lambda failure: done(chunks, failure))
+        self.bus.publish(L1Cleared(int(self.clock() * 1e9), base))  # after L2's, whose descriptions L1's share
 
     # ---- accounting ---------------------------------------------------------------------------
 
@@ -195,14 +177,13 @@ class Upkeep:
         if (
             self._work_left
             or self.tickets.open_tickets
-            or self.tiers.open_tickets
-            or self.fills.open
+            or not self.storage.is_idle
             or self.cache.index.count > _AUDIT_CHUNKS
         ):
             return False
         self.cache.audit()
-        assert self.cache.pins == 0, f"{self.cache.pins} pins without a ticket"
-        assert self.fills.queued_bytes == 0, f"{self.fills.queued_bytes} bytes to be read by no fill"
+        assert self.cache.space.pins == 0, f"{self.cache.space.pins} pins without a ticket"
+        self.storage.audit()
         self.workers.audit()
         return True
 
@@ -215,18 +196,14 @@ class Upkeep:
         """
         deadline = time.monotonic() + deadline_seconds
         self.workers.close_all(Disconnect.STOPPED)
-        self.fills.end_all()
+        self.storage.end_fills()
         while (self.tickets.open_tickets or self.stores.waiting) and time.monotonic() < deadline:
             self.complete_tickets()
             self.step()
             time.sleep(0.001)
-        while (not self.spill.ends or self.tiers.open_tickets) and time.monotonic() < deadline:
-            self.tiers.complete()
-            self.spill.step()
-            time.sleep(0.001)
-        if left := self.spill.waiting + self.spill.puts:
+        if left := self.storage.drain(deadline):
             log.warning("%d objects were not written to L2 within %.0f s", left, deadline_seconds)
-        self.tiers.close(int(deadline * 1e9))
+        self.storage.close(deadline)
         if self.tickets.open_tickets:
             log.error("%d copies did not end within %.0f s", self.tickets.open_tickets, deadline_seconds)
         return self.tickets.open_tickets == 0

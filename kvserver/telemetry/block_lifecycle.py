@@ -104,6 +104,7 @@ class BlockLifecycle(Subscriber):
     """
 
     name = "l0"
+    handles = frozenset({BlockReport, RequestEnded, InstanceRegistered, InstanceDisconnected})
 
     def __init__(
         self, sample_rate: float, seed: int | None = None, clock: Callable[[], int] = time.monotonic_ns

@@ -53,6 +53,9 @@ class _Lifetime:
 
 class ChunkLifecycle(Subscriber):
     name = "l1"
+    handles = frozenset(
+        {ChunksStored, ChunksLoaded, ChunksEvicted, L1Cleared, InstanceRegistered, InstanceDisconnected}
+    )
 
     def __init__(self, sample_rate: float, clock: Callable[[], int] = time.monotonic_ns) -> None:
         """`clock` is CLOCK_MONOTONIC nanoseconds."""

@@ -53,6 +53,18 @@ _ADDED = re.compile(r"(?:[-_]\d+)?(?:-[0-9a-f]{8})?")
 
 class Explain(Subscriber):
     name = "explain"
+    handles = frozenset(
+        {
+            LookupEnded,
+            CopyBegan,
+            CopyEnded,
+            CopyRefused,
+            RequestEnded,
+            ChunksEvicted,
+            NamespaceFormed,
+            InstanceDisconnected,
+        }
+    )
 
     def __init__(
         self,

@@ -105,6 +105,9 @@ def _number(key: bytes) -> int:
 
 class ResidentAges(Subscriber):
     name = "ages"
+    handles = frozenset(
+        {ChunksStored, ChunksEvicted, L1Resynced, L2Stored, L2Removed, L2Resynced, L1Cleared, L2Cleared}
+    )
 
     def __init__(self, clock: Callable[[], int] = time.monotonic_ns, most: int = MOST) -> None:
         """`clock` is CLOCK_MONOTONIC nanoseconds."""

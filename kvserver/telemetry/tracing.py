@@ -44,6 +44,7 @@ class _Request:
 
 class Traces(Subscriber):
     name = "traces"
+    handles = frozenset({LookupEnded, CopyEnded, CopyRefused, RequestEnded, InstanceDisconnected})
 
     def __init__(
         self,

@@ -62,6 +62,9 @@ class _Open(NamedTuple):
 
 class WhatIfCurve(Subscriber):
     name = "what_if"
+    handles = frozenset(
+        {LookupEnded, ChunksStored, RequestEnded, ChunksEvicted, L1Cleared, NamespaceFormed, InstanceDisconnected}
+    )
 
     def __init__(self, l1_pages: int, page_bytes: int, policy: str = _LRU, boundary_interval: int = 0) -> None:
         self._page_bytes = page_bytes

@@ -185,7 +185,11 @@ def test_a_request_that_ends_while_it_waits_leaves_nothing(stoppable: Stoppable,
     stoppable.tier.release()
     engine.close()
     parts = stoppable.running.parts
-    wait_until(lambda: stoppable.running.server.call(lambda: parts.fills.open == parts.cache.pins == 0).result(10))
+    wait_until(
+        lambda: stoppable.running.server.call(lambda: parts.storage.fills.open == parts.cache.space.pins == 0).result(
+            10
+        )
+    )
 
 
 def test_requests_compute_though_the_daemon_never_answers_their_fills(

@@ -1,6 +1,6 @@
 """A bad input hurts no other peer: one for each code of an error, and those that only a process can show.
 
-All that is refused, and with which words, is in `unit/server/test_refusals.py`, `unit/server/test_lifeline.py` and `unit/protocol/`.
+All that is refused, and with which words, is in `unit/server/test_refusals.py`, `unit/engines/test_lifeline.py` and `unit/protocol/`.
 """
 
 from __future__ import annotations

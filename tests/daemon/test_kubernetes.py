@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
-import sys
 
 import kubernetes_validate
 import pytest
-import yaml
 from support.containers import (
     KUBECTL,
     NAMES,
+    NEWEST,
     OVERLAYS,
     Container,
     Object,
@@ -25,24 +23,12 @@ from support.containers import (
 from kvserver.config import MiB, bytes_beside_l1, parse_size, read_configuration
 
 DEPLOY = OVERLAYS.parents[1]
-VERSIONS = ("1.29", "1.37")  # the first with native sidecars, and the newest schema
+VERSIONS = ("1.29", NEWEST)  # from the first with native sidecars
 
 
 @pytest.fixture(params=NAMES)
 def objects(request: pytest.FixtureRequest) -> list[Object]:
     return built(OVERLAYS / request.param)
-
-
-@pytest.fixture(scope="module")
-def monitored(tmp_path_factory: pytest.TempPathFactory) -> list[Object]:
-    """An overlay with the component that its own file does not have."""
-    folder = tmp_path_factory.mktemp("overlay")
-    relative = {
-        name: os.path.relpath(DEPLOY / "kubernetes" / name, folder) for name in ("base/node", "components/monitoring")
-    }
-    made = {"resources": [relative["base/node"]], "components": [relative["components/monitoring"]], "namespace": "llm"}
-    (folder / "kustomization.yaml").write_text(yaml.safe_dump(made))
-    return built(folder)
 
 
 # ---- what is written --------------------------------------------------------------------------
@@ -148,66 +134,14 @@ def test_a_node_has_one_daemon_at_a_time() -> None:
     assert found["spec"]["updateStrategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
 
 
-def test_the_network_lets_prometheus_to_the_pages_and_all_to_vllm() -> None:
-    for name in NAMES:
-        objects = built(OVERLAYS / name)
-        for policy in (found for found in objects if found["kind"] == "NetworkPolicy"):
-            pods = [w for w in workloads(objects)
-                    if policy["spec"]["podSelector"]["matchLabels"].items() <= w["spec"]["template"]["metadata"]["labels"].items()]  # fmt: skip
-            assert len(pods) == 1
-            open_to_all = {p["port"] for rule in policy["spec"]["ingress"] if "from" not in rule for p in rule["ports"]}
-            assert open_to_all == ({"http"} if pods[0]["kind"] == "StatefulSet" else set())
-            ports = {p["name"] for c in [*pods[0]["spec"]["template"]["spec"].get("initContainers", []), *pods[0]["spec"]["template"]["spec"]["containers"]]
-                     for p in c.get("ports", [])}  # fmt: skip
-            assert {p["port"] for rule in policy["spec"]["ingress"] for p in rule["ports"]} == ports
-
-
-# ---- Prometheus Operator ------------------------------------------------------------------------
-
-
-def one_line(spec: Object) -> Object:
-    """kustomize adds empty lines to folded texts, which mean nothing in PromQL."""
-    found: Object = json.loads(re.sub(r"(\\n)+ *", " ", json.dumps(spec)))
-    return found
-
-
-def test_the_rules_of_the_operator_are_those_of_deploy_prometheus(monitored: list[Object]) -> None:
-    """Which promtool checks: `make rules`. There is no schema of these kinds in the registries of packages."""
-    found = {o["metadata"]["name"]: o for o in monitored if o["kind"] == "PrometheusRule"}
-    assert found.keys() == {"kvserver-alerts", "kvserver-recording"}
-    for name, rule in found.items():
-        assert rule.keys() == {"apiVersion", "kind", "metadata", "spec"}
-        assert rule["apiVersion"] == "monitoring.coreos.com/v1"
-        assert one_line(rule["spec"]) == one_line(yaml.safe_load((DEPLOY / f"prometheus/{name}.yaml").read_text()))
-        assert rule["spec"].keys() == {"groups"}
-
-
-def test_the_monitors_find_the_ports_of_the_pods_under_the_jobs_of_the_rules(monitored: list[Object]) -> None:
-    monitors = [found for found in monitored if found["kind"] == "PodMonitor"]
-    jobs = set()
-    for monitor in monitors:
-        assert monitor["spec"].keys() == {"selector", "podMetricsEndpoints"}
-        (end,) = monitor["spec"]["podMetricsEndpoints"]
-        assert end.keys() == {"port", "path", "interval", "relabelings"}
-        assert end["path"] == "/metrics"
-        names = [w["spec"]["template"] for w in workloads(monitored)]
-        assert any(end["port"] == p["name"] for t in names for c in t["spec"]["containers"] for p in c["ports"])
-        rules = {rule["targetLabel"]: rule for rule in end["relabelings"]}
-        jobs.add(rules["job"]["replacement"])
-        assert rules["instance"]["sourceLabels"] == ["__meta_kubernetes_pod_name"]
-    example = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())
-    assert jobs == {job["job_name"] for job in example["scrape_configs"]}
-
-
-def test_the_annotations_name_the_port_of_the_pages(objects: list[Object]) -> None:
-    (where,) = (a for w in workloads(objects) if (a := w["spec"]["template"]["metadata"].get("annotations")))
-    daemon = container(objects, "kvserver")
-    assert where["prometheus.io/port"] == daemon.environment["KVSERVER_HTTP_PORT"] == str(daemon.port("kvserver"))
-
-
-def test_the_objects_of_the_operator_are_what_make_writes() -> None:
-    made = subprocess.run([sys.executable, DEPLOY / "kubernetes/make.py", "--check"], capture_output=True, text=True)
-    assert made.returncode == 0, made.stderr
+def test_pods_for_gpus_go_to_nodes_that_are_kept_for_gpus() -> None:
+    """The daemon requests none, so that neither an admission plugin nor the scheduler sees that it belongs there."""
+    for name in (name for name in NAMES if name.endswith("-gpu")):
+        for workload in workloads(built(OVERLAYS / name)):
+            pod = workload["spec"]["template"]["spec"]
+            assert {"key": "nvidia.com/gpu", "operator": "Exists"} in pod["tolerations"]
+            requested = any("nvidia.com/gpu" in c["resources"]["limits"] for c in pod["containers"])
+            assert requested or pod["nodeSelector"] == {"nvidia.com/gpu.present": "true"}
 
 
 # ---- the page -----------------------------------------------------------------------------------
@@ -216,6 +150,8 @@ def test_the_objects_of_the_operator_are_what_make_writes() -> None:
 def test_the_page_names_every_overlay_and_every_test_that_backs_it() -> None:
     page = (DEPLOY / "kubernetes/README.md").read_text()
     assert [name for name in NAMES if f"`overlays/{name}`" not in page] == []
+    components = [path.name for path in (DEPLOY / "kubernetes/components").iterdir() if not path.name.startswith("gpu")]
+    assert [name for name in components if f"`components/{name}`" not in page] == []
     tests = DEPLOY.parent / "tests"
     named = re.findall(r"`((?:\w+/)+test_\w+\.py)::(test_\w+)`", page)
     assert len(named) >= 8
@@ -229,6 +165,16 @@ def test_the_commands_of_the_page_that_need_no_cluster_run() -> None:
     assert built_there
     for folder in built_there:
         subprocess.run([KUBECTL, "kustomize", DEPLOY.parent / folder], check=True, capture_output=True, timeout=60)
-    applied = re.findall(r"^kubectl apply -k (\S+)", page, re.M)
+    applied = re.findall(r"^kubectl apply --server-side -k (\S+)", page, re.M)
     assert applied
     assert all((DEPLOY.parent / folder).is_dir() for folder in applied)
+
+
+def test_the_token_that_the_page_makes_is_the_one_that_it_reads() -> None:
+    """By kubectl itself, without a cluster."""
+    page = (DEPLOY / "kubernetes/README.md").read_text()
+    (made,) = re.findall(r"^kubectl -n llm (create secret generic kvserver-http-token .*)$", page, re.M)
+    (template,) = re.findall(r"kvserver-http-token -o (go-template='.*')\)$", page, re.M)
+    command = f"{KUBECTL} {made.partition('$(')[0]}secret --dry-run=client -o {template}"
+    shown = subprocess.run(["bash", "-ec", command], capture_output=True, text=True, timeout=60)
+    assert (shown.stdout, shown.stderr) == ("secret", "")

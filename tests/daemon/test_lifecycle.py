@@ -17,7 +17,7 @@ from support.worker import Worker, ids, make_keys, packed
 from kvserver._native import CpuDevice, HostRegion
 from kvserver.cache import MissReason
 from kvserver.copy import Devices
-from kvserver.events import ErrorSent
+from kvserver.events import L1Cleared
 from kvserver.protocol import (
     MARK,
     Error,
@@ -323,20 +323,14 @@ def test_status_shows_the_bus(make_daemon, make_worker):
     assert [row["name"] for row in events["subscribers"]] == ["l0", "l1", "what_if", "kv_events", "explain", "ages"]
 
 
-class Dies:
-    name = "dies"
-
-    def handle(self, event: object) -> None:
-        raise SystemExit("no more")
-
-    def close(self) -> None: ...
+def die(event: object) -> None:
+    raise SystemExit("no more")
 
 
 def test_readyz_fails_when_the_event_thread_has_died():
     with running_server(Devices(CpuDevice(HostRegion(L1_BYTES), PAGE_BYTES, 1))) as (parts, _, pages, _):
         assert pages.not_ready() is None
-        bus = parts.bus
-        bus.subscribers = (Dies(),)
-        pages.ask(lambda: bus.publish(ErrorSent(time.monotonic_ns(), "Lookup", "internal")))
+        parts.observability.what_if.handle = die
+        pages.ask(lambda: parts.bus.publish(L1Cleared(time.monotonic_ns(), b"")))
         assert "event thread" in wait_until(pages.not_ready)
         assert pages.snapshot()[0].ready is False

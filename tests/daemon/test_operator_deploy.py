@@ -177,10 +177,9 @@ def test_an_image_is_labelled_with_the_version_that_is_in_it(image):
 def test_the_daemon_of_the_image_is_not_root():
     final = stages(DEPLOY / "Dockerfile")[-1]
     users = [rest for keyword, rest in final if keyword == "USER"]
-    assert users == ["kvserver"]
-    assert final.index(("USER", "kvserver")) < next(
-        i for i, (keyword, _) in enumerate(final) if keyword == "ENTRYPOINT"
-    )
+    assert users == ["${UID}"], "a number: Kubernetes cannot see that a name is not root"
+    assert dict(stage_arguments(DEPLOY / "Dockerfile"))["UID"] == "1000"
+    assert final.index(("USER", "${UID}")) < next(i for i, (keyword, _) in enumerate(final) if keyword == "ENTRYPOINT")
 
 
 @pytest.mark.parametrize("name", ["Dockerfile", "vllm.Dockerfile"])

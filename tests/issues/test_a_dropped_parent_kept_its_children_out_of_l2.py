@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from support.daemon import wait_until
 from support.worker import make_keys
-from unit.server.test_spill import Spilling, spilling
+from unit.tiering.test_spill import Spilling, spilling
 
 from kvserver.l2 import TierOutcome
 

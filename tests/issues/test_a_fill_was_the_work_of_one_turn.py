@@ -10,7 +10,8 @@ import pytest
 from support.filling import Filling, filling
 from support.worker import make_keys
 
-from kvserver.server import Fills, fills
+from kvserver.tiering import fills
+from kvserver.tiering.fills import Fills
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, f: Filling) -> list[tuple[int, int, int]]:
@@ -19,9 +20,9 @@ def counted(monkeypatch: pytest.MonkeyPatch, f: Filling) -> list[tuple[int, int,
     step, plan = Fills.step, Fills._plan
 
     def counting_step(self: Fills) -> bool:
-        before = len(planned), f.running.parts.cache.evicted_chunks, len(f.gets())
+        before = len(planned), f.running.parts.cache.space.evicted_chunks, len(f.gets())
         more = step(self)
-        after = len(planned), f.running.parts.cache.evicted_chunks, len(f.gets())
+        after = len(planned), f.running.parts.cache.space.evicted_chunks, len(f.gets())
         found.append(tuple(new - old for old, new in zip(before, after, strict=True)))  # type: ignore[arg-type]
         return more
 
@@ -41,7 +42,7 @@ def test_a_turn_plans_one_fill_or_evicts_for_one_batch_or_begins_to_read_one(mon
             f.store(part)
             f.written(part)
         f.forget_l1()
-        while not f.running.parts.cache.evicted_chunks:
+        while not f.running.parts.cache.space.evicted_chunks:
             f.store(make_keys(15))
         of_steps = counted(monkeypatch, f)
         keys = [key for part in prompts for key in part]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.file_tiers import NAMESPACE, PAGE, FaultyDisk, FileRig, key_of, name_of
 from support.worker import make_keys
-from unit.server.test_spill import Spilling, spilling
+from unit.tiering.test_spill import Spilling, spilling
 
 from kvserver.l2 import TierOutcome
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 from support.file_tiers import FaultyDisk, FileRig, name_of
-from unit.server.test_l2_events import Counting
+from unit.tiering.test_events import Counting
 
 from kvserver.events import Bus
 from kvserver.l2 import TierOutcome
-from kvserver.server.l2_events import L2Events
+from kvserver.tiering.events import L2Events
 
 NAMES = [name_of(1, b"n" * 32), name_of(1, b"o" * 32), name_of(1, b"p" * 32)]
 

@@ -21,8 +21,8 @@ from kvserver.l2.remote.buffer import LaneBuffer
 from kvserver.l2.remote.store import StoreError
 from kvserver.l2.remote.tier import RemoteTier
 from kvserver.protocol import AwaitFill, LookupReply
-from kvserver.server import ConfiguredTier
-from kvserver.server.probes import MOST_BESIDE
+from kvserver.tiering import ConfiguredTier
+from kvserver.tiering.probes import MOST_BESIDE
 
 SLOW_SECONDS, CHUNKS = 0.03, 8
 TO_LEARN = MOST_BESIDE + 4  # prompts: all but the first three are probed for beside
@@ -76,7 +76,7 @@ class Machine(NamedTuple):
         self.idle()
 
     def open_tickets(self) -> int:
-        return self.running.server.call(lambda: self.running.parts.upkeep.tiers.open_tickets).result(10)
+        return self.running.server.call(lambda: self.running.parts.storage.tiers.open_tickets).result(10)
 
     def idle(self) -> None:
         wait_until(lambda: not self.open_tickets())

@@ -21,7 +21,7 @@ from kvserver.l2 import TierOutcome
 from kvserver.l2.remote.breaker import FAILURES_TO_OPEN
 from kvserver.l2.remote.tier import RemoteTier
 from kvserver.protocol import Durability
-from kvserver.server import ConfiguredTier, Tiers
+from kvserver.tiering import ConfiguredTier, Tiers
 
 SIZE = 20_000
 

@@ -10,7 +10,7 @@ from support.daemon import wait_until
 from support.filling import filling
 from support.worker import make_keys
 
-from kvserver.server import fills
+from kvserver.tiering import fills
 
 WAITING, CHUNKS, TURNS = 4, 48, 50
 

@@ -16,9 +16,9 @@ import pytest
 from support.daemon import Daemon, wait_until
 from support.worker import Worker, make_keys
 
+from kvserver.engines.lifeline import MAX_CONNECTIONS
 from kvserver.protocol import Attach, Error, decode_attach_reply, encode
 from kvserver.protocol.client import Attachment
-from kvserver.server.lifeline import MAX_CONNECTIONS
 
 OTHER_UID = 65534
 # Connects as another user; prints what became of it. What it needs is imported before it has no right to read it.

@@ -94,7 +94,7 @@ def test_a_key_that_was_lost_counts_as_the_one_behind_it() -> None:
     keys = make_keys(32_768)
     for half in (keys[:16384], keys[16384:]):
         evicted(cache, half)
-    remembered = [(NS, key) in cache._evicted_keys for key in keys]
+    remembered = [(NS, key) in cache.space.evicted_keys for key in keys]
     lost = [at for at, (one, behind) in enumerate(itertools.pairwise(remembered)) if behind and not one]
     assert len(lost) > 20
     for at in lost:

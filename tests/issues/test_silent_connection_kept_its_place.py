@@ -15,8 +15,8 @@ from support.worker import Worker
 
 from kvserver._native import CpuDevice, HostRegion
 from kvserver.copy import Devices
+from kvserver.engines import lifeline
 from kvserver.protocol.client import Attachment
-from kvserver.server import lifeline
 
 
 def unregistered() -> int:

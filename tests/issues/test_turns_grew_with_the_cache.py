@@ -142,7 +142,7 @@ def an_engine_departs(rig: Rig) -> None:
 def one_chunk_evicts_nearly_all(rig: Rig) -> None:
     with rig.engine(15 * rig.chunks, 1) as large:
         assert large.store(make_keys(1), large.blocks_for(1)) == Stored(stored=1, skipped=0)
-    assert rig.cache.evicted_chunks > 0.9 * rig.chunks
+    assert rig.cache.space.evicted_chunks > 0.9 * rig.chunks
 
 
 def all_is_cleared(rig: Rig) -> None:
@@ -202,8 +202,8 @@ def test_a_worker_that_closes_while_its_store_waits_is_unmapped_and_leaves_nothi
             wait_for_request()
             large.hang_up()
         wait_until(lambda: running.workers.mappings == mappings - 2, what="its memory and words are unmapped")
-        assert (running.cache.pins, running.cache.pool.unused_pages) == (0, running.cache.evicted_chunks)
-        assert 0 < running.cache.evicted_chunks < FEW // 2
+        assert (running.cache.space.pins, running.cache.pool.unused_pages) == (0, running.cache.space.evicted_chunks)
+        assert 0 < running.cache.space.evicted_chunks < FEW // 2
         assert running.other.store(keys, running.other.blocks_for(1)) == Stored(stored=1, skipped=0)
 
 

@@ -41,7 +41,7 @@ from kvserver.protocol import (
     LookupReply,
     Reply,
 )
-from kvserver.server import ConfiguredTier
+from kvserver.tiering import ConfiguredTier
 
 from .engines import Call, Engine, Model, Operation
 from .plain import Entry, Name, Slot
@@ -246,6 +246,8 @@ class TieredWorld(World):
     def sync(self) -> None:
         """Follow what L1 has evicted and read since the last call."""
         self.counts["evicted"] += self.plain.drop_evicted(self.record)
+        for entry in self.plain.entries.values():
+            self.drop_incomplete(entry)
         for chunk in self.cache.index:
             name = (chunk.namespace.id, chunk.key)
             model = self.models.get(name[0])
@@ -254,6 +256,12 @@ class TieredWorld(World):
             for group in range(len(model.groups)):
                 if chunk.ready >> group & 1 and not self.plain.ready(name, group):
                     self.adopt(model, name, chunk, group)
+
+    def drop_incomplete(self, entry: Entry) -> None:
+        """A fill frees the slots of an object that lacks a rank's bytes, before it reads the whole object."""
+        for slot in [slot for slot in entry.done if not entry.chunk.has_slot(entry.slots.index(slot))]:
+            assert not entry.ready(slot[0]), "an object that was stored whole has lost a slot"
+            del entry.done[slot]
 
     def adopt(self, model: Model, name: Name, chunk: Chunk, group: int) -> None:
         slots = [slot for slot in model.slots if slot[0] == group]
@@ -307,7 +315,9 @@ class TieredWorld(World):
     def busy(self) -> bool:
         parts = self.parts
         copies = parts.tickets.open_tickets or parts.stores.waiting
-        return bool(copies or parts.upkeep.tiers.open_tickets or parts.fills.open or parts.spill.waiting)
+        return bool(
+            copies or parts.storage.tiers.open_tickets or parts.storage.fills.open or parts.storage.spill.waiting
+        )
 
     def until(self, reached: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + _WAIT_SECONDS
@@ -320,7 +330,7 @@ class TieredWorld(World):
     def recover(self) -> None:
         """All that L2 has begun ends, but for what the next faults are about."""
         for _ in range(10):
-            if self.remote.state == "ready" and not self.parts.upkeep.tiers.open_tickets:
+            if self.remote.state == "ready" and not self.parts.storage.tiers.open_tickets:
                 return
             self.pass_time(0.3)
             select.select(self.parts.upkeep.completion_fds, [], [], 0.01)
@@ -349,7 +359,7 @@ class TieredWorld(World):
         self.come_to_rest()
         local = {engine.namespace("lora").hex() for engine in self.engines}
         assert not [name for name in self.storage.store.values if name.split("/")[2] in local], "it left the machine"
-        assert self.parts.fills.used_bytes == 0, "requests that have ended use room of fills"
+        assert self.parts.storage.fills.used_bytes == 0, "requests that have ended use room of fills"
         if self.file.state != "closed":
             self.until(lambda: self.file.state == "ready", "a tier does not recover from a full disk")
             self.until(lambda: self.file.journaled and self.file.status().used_bytes == PAGE_BYTES, "pages are lost")
@@ -380,5 +390,5 @@ class TieredWorld(World):
             rank.side.memory.close()
         self.disk.go_on()
         if not self.device.runs:
-            self.parts.upkeep.tiers.close(time.monotonic_ns() + 100_000_000)  # a store that hangs goes on hanging
+            self.parts.storage.tiers.close(time.monotonic_ns() + 100_000_000)  # a store that hangs goes on hanging
         super().close()

@@ -16,6 +16,7 @@ from kvserver._native import HostRegion
 from kvserver.cache import POLICIES, Cache, PagePool
 from kvserver.config import Settings, SocketFile
 from kvserver.copy import Devices
+from kvserver.engines import Lifelines
 from kvserver.parts import Parts
 from kvserver.protocol import (
     Attach,
@@ -32,7 +33,7 @@ from kvserver.protocol import (
     decode_attach_reply,
     encode,
 )
-from kvserver.server import ConfiguredTier, Lifelines
+from kvserver.tiering import ConfiguredTier
 
 from .engines import CHUNK_TOKENS, Call, Engine, Model, Rank
 from .plain import Plain

@@ -179,15 +179,16 @@ class World(Workers):
         operation.dropped = [(space, key) for key in dropped]
         for block in operation.blocks:
             rank.write(block, self.rng.randbytes(model.geometry.block_bytes))
-        evictions = self.cache.evicted_chunks
+        evictions = self.cache.space.evicted_chunks
         self.send(operation, Store(**self.wire(operation, variant), dropped=b"".join(dropped)))
         if refused := self.refusal(rank, late):
             self.check_refused(operation, refused)
-            assert self.cache.evicted_chunks == evictions
+            assert self.cache.space.evicted_chunks == evictions
             return
-        self.follow_drops(operation)  # if there was nothing to copy
+        if self.replaced(operation):
+            self.follow_drops(operation)  # if there was nothing to copy
         evicted = self.plain.drop_evicted(self.record)
-        assert self.cache.evicted_chunks - evictions == evicted, (
+        assert self.cache.space.evicted_chunks - evictions == evicted, (
             "a chunk vanished without being evicted, or the reverse"
         )
         self.counts["evicted"] += evicted
@@ -222,10 +223,13 @@ class World(Workers):
             self.check_stored(operation)
             assert operation.state == State.FAILED
 
+    def replaced(self, operation: Operation) -> bool:
+        """True if the objects that the store has in place of others are there."""
+        return all(self.plain.ready(name, operation.group) for name in operation.names)
+
     def follow_drops(self, operation: Operation) -> None:
-        """The objects that the server has freed since what replaces them is there; leases that ended a while ago may keep some."""
-        replaced = all(self.plain.ready(name, operation.group) for name in operation.names)
-        for name in operation.dropped if replaced else []:
+        """Drop those of the replaced objects that the server has freed; leases that ended a while ago may keep some."""
+        for name in operation.dropped:
             entry = self.plain.entries.get(name)
             if entry is not None and entry.ready(operation.group) and not entry.chunk.ready >> operation.group & 1:
                 self.plain.dropped(name, operation.group)
@@ -312,14 +316,14 @@ class World(Workers):
         self.end_registrations()
 
     def follow_drained(self) -> None:
-        """What the ends of copies change. What a store replaces may be dropped by the last of those that end in a turn."""
+        """Apply the ends of copies, then the drops. A store drops once its own objects are whole, and another one may drop these in the same turn."""
         stored = []
         while self.device.drained:
             ticket, outcome = self.device.drained.pop(0)
             operation = self.operations.pop(ticket, None)
             if operation is not None:
                 self.ended(operation, outcome)
-                stored += [operation] if operation.direction == Direction.STORE else []
+                stored += [operation] if operation.direction == Direction.STORE and self.replaced(operation) else []
             self.end_registrations()
         for operation in stored:
             self.follow_drops(operation)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from support.mutation import Mutant
 
+LOAD_ENDS = "adapters/common/load_ends.py"
 WORKER = "adapters/common/worker.py"
 HAZARDS = "adapters/common/hazards.py"
 COPIES = "adapters/common/copies.py"
@@ -188,7 +189,7 @@ MUTANTS = (
     ),
     Mutant(
         "a finished load is reported twice",
-        WORKER, "WorkerHalf.take_finished", "self._finished, self._failed = set(), set()", "pass",
+        LOAD_ENDS, "LoadEnds.take_finished", "self._finished, self._failed = set(), set()", "pass",
         ("adapters/test_hazards.py",),
     ),
     Mutant(
@@ -203,7 +204,7 @@ MUTANTS = (
     ),
     Mutant(
         "a load counts as whole although its copy of another object group failed",
-        WORKER, "WorkerHalf._part_ended", "any_failed or failed", "failed",
+        LOAD_ENDS, "LoadEnds.part_ended", "any_failed or failed", "failed",
         ("adapters/test_hybrids.py::test_when_one_object_group_fails_to_load_the_request_is_computed",),
     ),
 )  # fmt: skip

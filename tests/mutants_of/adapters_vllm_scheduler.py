@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from support.mutation import Mutant
 
+EPOCHS = "adapters/vllm/epochs.py"
 SCHEDULER = "adapters/vllm/scheduler.py"
 SLEEPS = "adapters/vllm/sleeps.py"
 SLEPT = "issues/adapters/test_nothing_was_found_again_after_sleep.py"
@@ -203,7 +204,7 @@ MUTANTS = (
     ),
     Mutant(
         "what is found while a reset is in question is loaded",
-        SCHEDULER, "SchedulerHalf.matched_tokens", "self._sleeps.in_question and not self._gave_up_on_sleep()", "False", (SLEPT,),
+        SCHEDULER, "SchedulerHalf.matched_tokens", "self._epochs.in_question()", "False", (SLEPT,),
     ),
     # ---- scheduler.py -------------------------------------------------------------------------------
     Mutant(
@@ -310,7 +311,7 @@ MUTANTS = (
     ),
     Mutant(
         "KV of the old weights is stored after a reset",
-        SCHEDULER, "SchedulerHalf.reset_cache", "self._pool.clears + (not self._pool.unused)", "0",
+        EPOCHS, "Epochs.reset_cache", "self._pool.clears + (not self._pool.unused)", "0",
         ("adapters/test_resets.py",),
     ),
     Mutant(

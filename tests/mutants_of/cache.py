@@ -20,7 +20,7 @@ INDEX_TESTS = ("unit/cache/test_index.py",)
 L1_MODELS_TESTS = ("unit/server/test_l1_models.py",)
 POLICY_TESTS = ("unit/cache/test_policies.py",)
 NAMESPACE_TESTS = ("unit/cache/test_namespace.py",)
-FILL_TESTS = ("unit/server/test_fills.py",)
+FILL_TESTS = ("unit/tiering/test_fills.py",)
 
 MUTANTS = (
     # ---- cache.py -----------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ MUTANTS = (
     ),
     Mutant(
         "a load is no use of its chunks",
-        CACHE, "Cache.finish_load", "self._free_or_track(*reversed(chunks))", "self._free_or_track()", CACHE_TESTS,
+        CACHE, "Cache.finish_load", "self.space.free_or_track(*reversed(chunks))", "self._free_or_track()", CACHE_TESTS,
     ),
     Mutant(
         "no namespace that has the missing chunk is named",
@@ -67,7 +67,7 @@ MUTANTS = (
     ),
     Mutant(
         "an evicted key that was lost was never stored",
-        CACHE, "Cache._why_absent", "(namespace_id, behind) in self._evicted_keys", "False", MISSES_TESTS,
+        CACHE, "Cache._why_absent", "(namespace_id, behind) in self.space.evicted_keys", "False", MISSES_TESTS,
     ),
     # ---- chunk.py -----------------------------------------------------------------------------------
     Mutant(
@@ -228,7 +228,7 @@ MUTANTS = (
     ),
     Mutant(
         "making room for one rank evicts the other ranks' bytes of that chunk",
-        CACHE_STORES, "StorePlans.plan_store", "self.index.find_chunks(namespace_id, plan.keys)", "[]",
+        CACHE_STORES, "StorePlans.plan_store", "self._space.index.find_chunks(namespace_id, plan.keys)", "[]",
         ("issues/test_a_prompt_larger_than_l1_was_refused_whole.py",),
     ),
     Mutant(
@@ -246,7 +246,7 @@ MUTANTS = (
     ),
     Mutant(
         "a failed copy keeps its pages",
-        CACHE_STORES, "StorePlans.finish_store", "self.pool.free_pages(chunk.slot(number))", "pass", CACHE_TESTS,
+        CACHE_STORES, "StorePlans.finish_store", "self._space.pool.free_pages(chunk.slot(number))", "pass", CACHE_TESTS,
     ),
     Mutant(
         "one rank's failure takes the chunk away that another rank fills",

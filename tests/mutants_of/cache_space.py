@@ -110,7 +110,7 @@ MUTANTS = (
     ),
     Mutant(
         "the pages of a cleared chunk are freed while it is read",
-        SPACE, "Space._free_or_track", "if chunk.detached and not chunk.pins:", "if chunk.detached:", CACHE_TESTS,
+        SPACE, "Space.free_or_track", "if chunk.detached and not chunk.pins:", "if chunk.detached:", CACHE_TESTS,
     ),
     Mutant(
         "a clear of one namespace clears all",

@@ -59,7 +59,7 @@ MUTANTS = (
     Mutant(
         "a chunk that is stored again during a resync is unknown to the index",
         HUB, "Hub._evict", "self._confirmed.get(tier, {})", "dict[bytes, dict[int, set[bytes]]]()",
-        ("unit/server/test_resync.py",),
+        ("unit/tiering/test_resync.py",),
     ),
     Mutant(
         "a resync that begins again believes the one before",

@@ -15,10 +15,16 @@ STATUS = "kvserver/server/status.py"
 REFUSALS = "unit/server/test_refusals.py"
 WHAT_IF_DAEMON = ("daemon/test_what_if.py",)
 CLEARS = "kvserver/server/clears.py"
+LOOP = "kvserver/server/loop.py"
 CLEAR_TESTS = ("daemon/test_operator_clear.py",)
-SPILL_TESTS = ("unit/server/test_spill.py",)
+SPILL_TESTS = ("unit/tiering/test_spill.py",)
 
 MUTANTS = (
+    # ---- loop.py ------------------------------------------------------------------------------------
+    Mutant(
+        "systemd ends a daemon that works",
+        LOOP, "Server._keep_time", "report_alive(self.failure)", "pass", ("daemon/test_service_manager.py",),
+    ),
     # ---- clears.py ----------------------------------------------------------------------------------
     Mutant(
         "a clear of one engine takes KV of others without a word",
@@ -103,6 +109,15 @@ MUTANTS = (
         "keys of chunks of another size are taken",
         COPY_CHECKS, "check_chunk", "if chunk_blocks != spec.chunk_blocks:", "if False:", (REFUSALS,),
     ),
+    # ---- endpoint.py --------------------------------------------------------------------------------
+    Mutant(
+        "two daemons serve one endpoint after its folder was removed",
+        "kvserver/server/endpoint.py", "Endpoint.keep_bound", "if not _is_at(self._lock_path, self._lock):", "if False:",
+        (
+            "issues/test_paths_once_bound_were_trusted_for_ever.py"
+            "::test_what_was_removed_is_bound_again_and_engines_stay_connected",
+        ),
+    ),
     # ---- handlers.py --------------------------------------------------------------------------------
     Mutant(
         "a lookup that waits for its tail is forgotten with its request",
@@ -133,18 +148,7 @@ MUTANTS = (
     Mutant(
         "what a fill read counts as of L1",
         L1_LOOKUPS, "L1Lookups.answer_again", "l2_chunks=l2_chunks", "l2_chunks=0",
-        ("unit/server/test_fill_counts.py::test_the_reply_counts_the_chunks_of_each_tier",),
-    ),
-    Mutant(
-        "a prompt that is only looked up grows old in its tiers",
-        L1_LOOKUPS, "L1Lookups.answer", "self.ages.found(", "False and self.ages.found(", SPILL_TESTS,
-    ),
-    # ---- reports.py ---------------------------------------------------------------------------------
-    Mutant(
-        "the daemon's memory of fills, which ends with leases, counts more than what the engine states",
-        "kvserver/server/reports.py", "EngineReports.end_request",
-        "of_fills if request.l2_tokens is None else request.l2_tokens", "of_fills",
-        ("issues/adapters/test_what_a_long_request_loaded_from_l2_counted_as_l1s.py",),
+        ("unit/tiering/test_fill_counts.py::test_the_reply_counts_the_chunks_of_each_tier",),
     ),
     # ---- status.py ----------------------------------------------------------------------------------
     Mutant(
@@ -201,6 +205,14 @@ MUTANTS = (
         STORES, "Stores._extend_plan", "if ticket.worker.closing:", "if False:",
         ("issues/test_turns_grew_with_the_cache.py::test_a_worker_that_closes_while_its_store_waits_is_unmapped_and_leaves_nothing",),
     ),
+    Mutant(
+        "each message of a prompt begins a chain of its own in a tier",
+        STORES, "Stores._publish_ready", 'ticket.request.after or b""', 'b""', ("issues/test_a_prompt_stored_in_several_messages_left_l2_from_its_start.py",),
+    ),
+    Mutant(
+        "a chunk behind those that L1 had has no parent",
+        STORES, "Stores._publish_ready", "ticket.plan.prefix, after", "ready, after", ("issues/test_a_prompt_stored_in_several_messages_left_l2_from_its_start.py",),
+    ),
     # ---- upkeep.py ----------------------------------------------------------------------------------
     Mutant(
         "copies in flight are not cancelled at the daemon's end",
@@ -221,9 +233,5 @@ MUTANTS = (
         "an audit on request hides that the accounting does not balance",
         UPKEEP, "Upkeep._audit", "outcome = Audit.UNBALANCED", "pass",
         ("daemon/test_operation.py::test_an_audit_on_request_states_whether_the_accounting_balances",),
-    ),
-    Mutant(
-        "what L2 stored is published after evictions from L1",
-        UPKEEP, "Upkeep.complete_tickets", "self.l2_events.publish()", "pass", ("unit/server/test_l2_events.py",),
     ),
 )  # fmt: skip

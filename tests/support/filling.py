@@ -12,7 +12,8 @@ from kvserver.copy import Devices
 from kvserver.l2 import ObjectName
 from kvserver.protocol import AwaitFill, LookupReply, ObjectGroup
 from kvserver.protocol.status import RequestsStatus
-from kvserver.server import Audit, ConfiguredTier
+from kvserver.server import Audit
+from kvserver.tiering import ConfiguredTier
 from support.daemon import wait_until
 from support.plain_tier import PlainTier
 from support.server import L1_BYTES, PAGE_BYTES, Running, running_server
@@ -33,7 +34,7 @@ class Filling(NamedTuple):
 
     def written(self, keys: list[bytes]) -> None:
         wait_until(lambda: {name.key for name in self.tier.objects} >= set(keys))
-        wait_until(lambda: not self.running.server.call(lambda: self.running.parts.spill.puts).result(10))
+        wait_until(lambda: not self.running.server.call(lambda: self.running.parts.storage.spill.puts).result(10))
 
     def forget_l1(self) -> None:
         """As a restart of the daemon would."""
@@ -61,7 +62,7 @@ class Filling(NamedTuple):
         return self.worker.memory.blocks(target)
 
     def audit(self) -> None:
-        wait_until(lambda: not self.running.server.call(lambda: self.running.parts.fills.open).result(10))
+        wait_until(lambda: not self.running.server.call(lambda: self.running.parts.storage.fills.open).result(10))
         assert self.running.server.call(self.running.parts.upkeep.audit_now).result(10) is Audit.BALANCED
 
     def read_within(self, seconds: float, keys: list[bytes], request_id: str = "slow") -> None:
@@ -77,7 +78,7 @@ class Filling(NamedTuple):
         return [name for kind, name in self.tier.began if kind == "get"]
 
     def bytes(self) -> int:
-        return self.running.server.call(lambda: self.running.parts.fills.used_bytes).result(10)
+        return self.running.server.call(lambda: self.running.parts.storage.fills.used_bytes).result(10)
 
 
 @contextlib.contextmanager
@@ -109,5 +110,5 @@ def store_hybrid(f: Filling, keys: list[bytes], boundaries: list[int]) -> None:
     windows = [keys[boundary - 1] for boundary in boundaries]
     f.worker.store(windows, range(1, 1 + len(windows) * f.worker.object_blocks(1)), group=1)
     wait_until(lambda: len(f.tier.objects) == len(keys) + len(boundaries))
-    wait_until(lambda: not f.running.server.call(lambda: f.running.parts.spill.puts).result(10))
+    wait_until(lambda: not f.running.server.call(lambda: f.running.parts.storage.spill.puts).result(10))
     f.forget_l1()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvserver.server.instances import Instances, Worker
+from kvserver.engines.instances import Instances
+from kvserver.engines.worker import Worker
 
 from .registration import registration
 

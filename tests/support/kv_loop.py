@@ -19,14 +19,15 @@ from kvserver.events import (
     InstanceDescribed,
     L1Cleared,
     L1Resynced,
+    Subscriber,
 )
+from kvserver.events.chunk_events import publish_evicted
 from kvserver.kv_events import Hub, Tier
 from kvserver.kv_events.types import DirectEvent
 from kvserver.l2 import ObjectName
 from kvserver.protocol import ObjectGroup
-from kvserver.server.chunk_events import publish_evicted
-from kvserver.server.l2_events import L2Events
-from kvserver.server.resync import resync_of_l1
+from kvserver.tiering.events import L2Events
+from kvserver.tiering.resync import resync_of_l1
 
 from .daemon import wait_until
 from .kv_chunks import Prompt, Witness, scheduler
@@ -37,7 +38,7 @@ PAGE = 4096
 TAILS = Groups([ObjectGroup("full", (0,), 1)], 1, 1, tails=True)
 
 
-class Gated:
+class Gated(Subscriber):
     """A subscriber that holds up the bus while its gate is shut."""
 
     name = "gated"
@@ -162,8 +163,10 @@ class Loop:
         """Turns of the loop until the resync is complete and all events are handled."""
 
         def is_complete() -> bool:
-            self.handle_events()  # so that there is room
-            more = self.resync.step() | self.l2_events.step()
+            more = False
+            for step in (self.resync.step, self.l2_events.step):
+                self.handle_events()  # or a resync without room looks as if it had ended
+                more |= step()
             self.handle_events()
             return not more and not self.bus.needs_resync
 

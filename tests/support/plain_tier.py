@@ -16,7 +16,7 @@ from kvserver.l2 import ObjectMemory, ObjectName, TierEnd, TierOutcome
 from kvserver.l2.base import State
 from kvserver.protocol import KEY_BYTES
 from kvserver.protocol.status import TierStatus
-from kvserver.server import ConfiguredTier
+from kvserver.tiering import ConfiguredTier
 
 
 @dataclass

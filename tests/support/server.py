@@ -17,9 +17,11 @@ from kvserver.cache.eviction import LeastRecentlyUsed
 from kvserver.config import Settings
 from kvserver.config.settings import MiB
 from kvserver.copy import Devices
+from kvserver.engines import Lifelines
 from kvserver.parts import Parts
 from kvserver.routing import MatchPages
-from kvserver.server import ConfiguredTier, Endpoint, Lifelines, Server
+from kvserver.server import Endpoint, Server
+from kvserver.tiering import ConfiguredTier
 from kvserver.web.pages import StatusPages
 
 L1_BYTES, PAGE_BYTES = MiB, 4096

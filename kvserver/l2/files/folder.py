@@ -162,14 +162,14 @@ class Folder:
             if not self.read_only_reason:
                 fd = self._open_writable()
             if fd < 0:
-                fd = self.open_file(_DATA, os.O_RDONLY)
+                fd = self._open_readable()
             found = self._read_head(self.disk.read(fd, _HEAD.size + _SUM.size, 0))
             page_bytes = self._page_bytes(size, found)
             pages = data_bytes_of(size) // page_bytes
             if self.read_only_reason:
                 pages = min(pages, os.fstat(fd).st_size // page_bytes)
                 if not pages:
-                    raise self._refusal("it is read-only, and has no records")
+                    raise self._refusal(f"{self.read_only_reason}, and it has no records")
             else:
                 self._allocate(fd, pages * page_bytes)
             return self._with_head(fd, found.id if found.page_bytes == page_bytes else 0, page_bytes, pages)
@@ -201,6 +201,13 @@ class Folder:
                 raise
             self.read_only_reason = f"the folder is read-only: {error.strerror}"
             return -1
+
+    def _open_readable(self) -> int:
+        """The data file of a read-only folder."""
+        try:
+            return self.open_file(_DATA, os.O_RDONLY)
+        except FileNotFoundError:
+            raise self._refusal(f"{self.read_only_reason}, and it has no records") from None
 
     def _allocate(self, fd: int, size: int) -> None:
         """All the space of the data file; what it has beyond stays until `cut`."""

@@ -88,10 +88,7 @@ def require_client(url: TierUrl) -> None:
         return
     *_, why = found.stderr.strip().splitlines() or ["it does not load"]
     if "No module named" in why:
-        raise ConfigError(
-            f"--l2 {url.shown} needs a client of Mooncake: pip install 'kvserver[mooncake]', or pip install"
-            " mooncake-transfer-engine-non-cuda"
-        )
+        raise ConfigError(f"--l2 {url.shown} needs a client of Mooncake: pip install mooncake-transfer-engine-non-cuda")
     raise ConfigError(
         f"--l2 {url.shown}: the client of Mooncake does not load ({why}); it needs libraries of the system:"
         " apt-get install libibverbs1 libnuma1 libcurl4"

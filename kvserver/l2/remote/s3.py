@@ -69,7 +69,7 @@ def require_client(url: TierUrl) -> None:
         import obstore  # noqa: F401
     except ImportError:
         raise ConfigError(
-            f"--l2 {url.shown} needs a client of S3, and Python 3.11 or later: pip install 'kvserver[s3]', or pip install obstore"
+            f"--l2 {url.shown} needs a client of S3, and Python 3.11 or later: pip install obstore"
         ) from None
 
 

@@ -71,9 +71,7 @@ def require_client(url: TierUrl) -> None:
     try:
         import glide_sync
     except ImportError:
-        raise ConfigError(
-            f"--l2 {url.shown} needs a client of Valkey: pip install 'kvserver[valkey]', or pip install valkey-glide-sync"
-        ) from None
+        raise ConfigError(f"--l2 {url.shown} needs a client of Valkey: pip install valkey-glide-sync") from None
     glide_sync.Logger.set_logger_config(glide_sync.LogLevel.OFF)
 
 

@@ -11,13 +11,13 @@ from unit.cache.small_cache import NS, keys, plan, store
 class TestAccounting:
     def test_pins_are_those_of_open_plans(self, cache: Cache) -> None:
         filling = plan(cache, "abc")
-        assert cache.pins == 3
+        assert cache.space.pins == 3
         cache.finish_store(filling, copied=True)
         loading = cache.plan_load(NS, keys("ab"))
-        assert cache.pins == 2
+        assert cache.space.pins == 2
         cache.audit()
         cache.finish_load(loading, copied=True)
-        assert cache.pins == 0
+        assert cache.space.pins == 0
         cache.audit()
 
     def test_an_audit_fails_while_garbage_is_left(self, cache: Cache) -> None:

@@ -128,7 +128,7 @@ class TestClear:
         store(cache, "vwxyz")
         cache.clear_namespaces(NS)
         assert store(cache, "abcde") == 5
-        assert cache.evicted_chunks == 0
+        assert cache.space.evicted_chunks == 0
         assert found(cache, "abcde", OTHER) == 5
 
     def test_clear_while_an_earlier_clear_is_being_freed(self, cache: Cache) -> None:

@@ -16,7 +16,7 @@ class TestEviction:
         assert found(cache, "a") == 1
         store(cache, "k")
         assert which(cache, "abcdefghijk") == "acdefghijk"
-        assert cache.evicted_chunks == 1
+        assert cache.space.evicted_chunks == 1
         cache.audit()
 
     def test_a_load_counts_as_a_use(self, cache: Cache) -> None:
@@ -38,7 +38,7 @@ class TestEviction:
         cache.pool.mark_pinned(4)
         for name in "abcdefghij":
             store(cache, name)
-        assert (cache.evicted_chunks, cache.pool.unused_pages) == (0, 0)
+        assert (cache.space.evicted_chunks, cache.pool.unused_pages) == (0, 0)
         assert which(cache, "abcdefghij") == "abcdefghij"
         store(cache, "k")
         assert which(cache, "abk") == "bk"
@@ -49,7 +49,7 @@ class TestEviction:
         store(cache, "ab", pages=3)  # one pinned page is left, and three others
         store(cache, "c", pages=4)
         assert which(cache, "abc") == "abc"
-        assert (cache.evicted_chunks, cache.pool.unused_pages) == (0, 0)
+        assert (cache.space.evicted_chunks, cache.pool.unused_pages) == (0, 0)
 
     def test_later_chunks_of_a_prefix_leave_before_earlier_ones(self, cache: Cache) -> None:
         store(cache, "abcdefghij")
@@ -144,7 +144,7 @@ class TestEviction:
         assert starving.no_space == 1
         cache.audit()
         store(cache, "b", rank=0, world=2, pages=2)  # chunk a may be evicted afterwards
-        assert cache.evicted_chunks == 1
+        assert cache.space.evicted_chunks == 1
         cache.audit()
 
     def test_a_chunk_larger_than_l1_names_both_sizes(self, cache: Cache) -> None:

@@ -55,9 +55,9 @@ class TestReady:
         with pytest.raises(KVServerError) as caught:
             cache.plan_load(NS, keys("abc"))
         assert caught.value.code is ErrorCode.NOT_FOUND
-        assert cache.pins == 0
+        assert cache.space.pins == 0
         loading = cache.plan_load(NS, keys("ab"))
-        assert cache.pins == 2
+        assert cache.space.pins == 2
         cache.finish_load(loading, copied=True)
         cache.audit()
 

@@ -47,7 +47,7 @@ class Shelf:
         self.cache.finish_store(plan, copied=True)
 
     def fill(self) -> None:
-        while self.cache.evicted_chunks == 0:
+        while self.cache.space.evicted_chunks == 0:
             for namespace in self.sizes:
                 self.store(namespace)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 import threading
 import time
 from typing import Any
@@ -10,13 +13,17 @@ import msgspec
 import pytest
 from support.daemon import wait_until
 
-from kvserver.events import BlockReport, Bus, ErrorSent, Event, L1Cleared, WorkerDisconnected
+from kvserver.events import NAMES, BlockReport, Bus, ErrorSent, Event, L1Cleared, Subscriber, WorkerDisconnected
 from kvserver.events.types import TYPES
+from kvserver.kv_events import Hub
 from kvserver.protocol import ExactRecords
 from kvserver.protocol.status import SubscriberStatus
+from kvserver.replay import Recorder
+from kvserver.telemetry import BlockLifecycle, ChunkLifecycle, Explain, ResidentAges, WhatIfCurve
+from kvserver.telemetry.tracing import Traces
 
 
-class Collects:
+class Collects(Subscriber):
     """A subscriber that keeps what it is given; `gate` holds it up."""
 
     def __init__(self, name: str = "collects", log: list[str] | None = None) -> None:
@@ -181,3 +188,29 @@ def test_the_wait_of_every_event_is_counted(make_bus: Any) -> None:
     waits = bus.status().waits
     assert sum(waits.counts) == 2
     assert 3.0 <= waits.sum < 30
+
+
+@pytest.mark.parametrize(
+    "subscriber",
+    [BlockLifecycle, ChunkLifecycle, Explain, Hub, Recorder, ResidentAges, Traces, WhatIfCurve],
+    ids=lambda subscriber: subscriber.name,
+)
+def test_a_subscriber_declares_the_types_that_its_handle_names(subscriber: type[Subscriber]) -> None:
+    """A type that `handle` has an arm for and the class does not declare would never arrive."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(subscriber.handle)))
+    named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} & {kind.__name__ for kind in NAMES}
+    assert named
+    assert {kind.__name__ for kind in subscriber.handles} == named
+
+
+def test_a_subscriber_receives_only_the_types_that_it_declares(make_bus: Any) -> None:
+    class OnlyErrors(Collects):
+        handles = frozenset({ErrorSent})
+
+    errors, everything = OnlyErrors(), Collects()
+    bus = make_bus(errors, everything)
+    bus.publish(error())
+    bus.publish(L1Cleared(1, b""))
+    assert bus.flush()
+    assert [type(event) for event in errors.events] == [ErrorSent]
+    assert [type(event) for event in everything.events] == [ErrorSent, L1Cleared]

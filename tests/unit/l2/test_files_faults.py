@@ -459,6 +459,13 @@ class TestReadOnly:
         with pytest.raises(ConfigError):
             make_tier(tier_url(tmp_path / "tier", "1MiB", "&read_only=true"), HostRegion(1 << 20), PAGE)
 
+    def test_a_new_folder_on_a_read_only_file_system_is_refused_for_that_reason(
+        self, make_rig: MakeRig, disk: FaultyDisk
+    ) -> None:
+        disk.errors["open"] = errno.EROFS
+        with pytest.raises(ConfigError, match="Read-only file system"):
+            make_rig()
+
     def test_an_error_of_the_replay_closes_the_tier(self, make_rig: MakeRig, folder: Path, disk: FaultyDisk) -> None:
         filled(make_rig()).close()
         before = {path.name: path.read_bytes() for path in folder.iterdir()}

@@ -100,7 +100,7 @@ def test_users_are_refused_without_the_password() -> None:
 @pytest.mark.parametrize(
     ("library", "expected"),
     [
-        ("", r"pip install 'kvserver\[mooncake\]'"),
+        ("", "pip install mooncake-transfer-engine-non-cuda"),
         ("raise ImportError('libibverbs.so.1: cannot open shared object file')", "libibverbs.so.1.*apt-get install"),
     ],
     ids=["the package", "a library of the system"],

@@ -15,7 +15,7 @@ from kvserver.kv_events.types import KeysCleared, KeysRemoved, KeysStored, Reade
 from kvserver.protocol import DescribeScheduler, ObjectGroup
 from kvserver.routing import KVIndex
 from kvserver.routing.prefix_index import Match
-from kvserver.server.presence import hit_with
+from kvserver.tiering.presence import hit_with
 
 PAGE, PREFIX = 4096, b"n" * 64
 BLOCK_TOKENS, CHUNK_BLOCKS, CHUNKS = 4, 2, 12

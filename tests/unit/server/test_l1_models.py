@@ -146,7 +146,7 @@ def test_the_sums_of_all_models_are_those_of_l1(steps: list[Dice]) -> None:
             case _:
                 cache.step(rng.randint(1, 3))
         sums = [sum(column) for column in zip(*models(cache).values(), strict=True)] or [0, 0, 0]
-        assert sums == [cache.pool.used_pages, cache.index.chunk_count, cache.evicted_chunks]
+        assert sums == [cache.pool.used_pages, cache.index.chunk_count, cache.space.evicted_chunks]
     for plan in open_plans:
         cache.finish_store(plan, copied=False)
     repeat(cache.step)

@@ -107,10 +107,10 @@ def test_an_attachment_without_descriptors_cannot_be_registered(running: Running
 
 def test_nothing_is_evicted_for_a_store_whose_deadline_has_passed(running: Running, worker: Worker) -> None:
     cache = running.parts.cache
-    while not cache.evicted_chunks:
+    while not cache.space.evicted_chunks:
         worker.store(make_keys(15), worker.blocks_for(15))
-    full = cache.evicted_chunks, cache.pool.used_pages
+    full = cache.space.evicted_chunks, cache.pool.used_pages
     late = worker.begin_store(make_keys(8), worker.blocks_for(8), deadline_ns=1).reply()
     assert isinstance(late, Error)
     assert late.code == "late"
-    assert (cache.evicted_chunks, cache.pool.used_pages) == full
+    assert (cache.space.evicted_chunks, cache.pool.used_pages) == full

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.properties import examples
 
+from kvserver.engines.counts import Counts
 from kvserver.protocol.status import RequestsStatus
-from kvserver.server.instances import Counts
 from kvserver.server.status import requests_status
 from kvserver.telemetry import MOST, Benefit, LoadWaits
 from kvserver.telemetry.benefit import RATIO_BUCKETS, SOURCES

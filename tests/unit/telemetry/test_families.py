@@ -11,6 +11,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvserver.cache import MissReason
+from kvserver.engines.counts import Counts
+from kvserver.engines.instances import Instances
 from kvserver.events import Bus
 from kvserver.protocol import WAIT_SECONDS, Buckets, Histogram
 from kvserver.protocol.status import (
@@ -22,7 +24,6 @@ from kvserver.protocol.status import (
     RequestsStatus,
     SubscriberStatus,
 )
-from kvserver.server.instances import Counts, Instances
 from kvserver.server.status import connects_status, requests_status
 from kvserver.telemetry import Family, Kind, Rpc, all_families
 from kvserver.telemetry.prometheus import render

@@ -7,10 +7,10 @@ import os
 import pytest
 from support.block_lifetimes import Engine, accessed, allocated, cleared, evicted, exact, hold, present, released
 
+from kvserver.engines.report_sync import MAX_POOLS
 from kvserver.events import BlockReport, Bus, InstanceRegistered
 from kvserver.protocol import DEPARTED_SECONDS, KVServerError
 from kvserver.protocol.status import L0Status
-from kvserver.server.report_sync import MAX_POOLS
 from kvserver.telemetry import BlockLifecycle
 from unit.telemetry.l0_rig import Clock, names
 

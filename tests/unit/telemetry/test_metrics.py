@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvserver.engines.counts import Counts
 from kvserver.events import Bus
 from kvserver.protocol import WAIT_SECONDS, ErrorCode, Histogram
 from kvserver.protocol.status import (
@@ -21,7 +22,6 @@ from kvserver.protocol.status import (
     TotalsStatus,
     WorkerStatus,
 )
-from kvserver.server.instances import Counts
 from kvserver.server.status import requests_status
 from kvserver.telemetry import Rpc, all_families
 from kvserver.telemetry.prometheus import render

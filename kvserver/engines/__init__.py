@@ -1,0 +1,10 @@
+"""Who is connected, with what memory, and what engines report about themselves."""
+
+from kvserver.engines.counts import Counts
+from kvserver.engines.instance import Instance
+from kvserver.engines.instances import Disconnect, Instances
+from kvserver.engines.lifeline import Lifeline, Lifelines
+from kvserver.engines.reports import EngineReports
+from kvserver.engines.tickets import CopyTicket, LoadTicket, MapTicket, Respond, StoreTicket, Ticket, UnmapTicket
+from kvserver.engines.worker import Worker, WorkerGroup
+from kvserver.engines.workers import Workers

@@ -1,0 +1,101 @@
+"""One fill: what it is for, which objects it has still to reserve, to read and to wait for.
+
+Owns: its state, and what follows from that alone. Refuses to know: when it may begin, tiers, replies (`fills`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from kvserver.cache import Chunk, StorePlan
+from kvserver.engines import Instance, Respond, Worker
+from kvserver.l2 import Coverage
+from kvserver.protocol import Durability, Lookup, LookupReply
+from kvserver.tiering.presence import Attainable, MissingObjects
+
+BATCH = 16  # objects that become READY together
+
+Owner: TypeAlias = tuple[str, str]  # (instance id, request id)
+# Looks the request up in L1, leases what it finds and makes the reply; it is given the tokens that were read for the request.
+Answer: TypeAlias = Callable[[Lookup, int], LookupReply]
+
+
+@dataclass(eq=False, slots=True)
+class FillBatch:
+    """Objects of one group, with their slots in L1."""
+
+    plan: StorePlan
+    coverage: Coverage
+    failed: set[int] = field(default_factory=set)  # places in plan.chunks
+    reads: dict[int, tuple[int, int]] = field(default_factory=dict)  # place in plan.chunks -> (tier, ticket)
+
+
+@dataclass(slots=True)
+class Filled:
+    """What an ended fill has read."""
+
+    bytes: int  # that its request has not loaded
+    tokens: int
+    deadline: float  # of the request's lease
+
+
+@dataclass(eq=False, slots=True)
+class Fill:
+    owner: Owner
+    lookup: Lookup
+    respond: Respond
+    answer: Answer
+    namespace: bytes
+    durability: Durability
+    instance: Instance
+    worker: Worker  # one of the instance's, also after it disconnected
+    coverages: Sequence[Coverage | None]
+    overtaken_until_ns: int  # by fills that have room, while this one waits for room
+    due_ns: int
+    hit_chunks: int  # of L1 when the fill began
+    chunks: int = 0  # of the hit that it is to give
+    probes: int = 0  # that have not ended; nothing is planned before
+    todo: deque[MissingObjects] = field(default_factory=deque)  # to be reserved; nothing is read before all are
+    reserved: deque[FillBatch] = field(default_factory=deque)  # to be read, in this order
+    reading: list[FillBatch] = field(default_factory=list)
+    bytes: int = 0
+    queued: list[int] = field(default_factory=list)  # bytes still to be read, by tier
+    planned: bool = False
+    began: bool = False
+    replanned: bool = False
+    ended: bool = False
+    planned_at: float = 0.0
+    expected_seconds: float | None = None  # from then on
+    pinned: list[Chunk] = field(default_factory=list)
+    awaited: deque[tuple[Chunk, int]] = field(default_factory=deque)  # with the group; others fill them
+    lost: bool = False  # one of them was not filled
+    tokens: int = 0  # of the objects of group 0 that were read
+
+    @property
+    def only_chunks(self) -> bool:
+        """Each of its objects is of use with those before it alone: no window or state must be there as well."""
+        specs = self.worker.spec.object_groups
+        return len(specs) == 1 and specs[0].kind == "full"
+
+    @property
+    def waits(self) -> bool:
+        """What it has still to do does not depend on other fills and stores alone."""
+        return bool(self.probes or self.todo or self.reserved or self.reading)
+
+
+def bytes_of(found: Attainable) -> int:
+    return sum(part.bytes for part in found.reads)
+
+
+def batches(missing: Sequence[MissingObjects]) -> Iterator[MissingObjects]:
+    for each in missing:
+        for first in range(0, len(each.places), BATCH):
+            yield MissingObjects(each.group, each.places[first : first + BATCH])
+
+
+def is_filling(chunk: Chunk, group: int) -> bool:
+    """A store or another fill is under way for exactly this object. A slot of one rank does not show that another follows."""
+    return not chunk.detached and chunk.is_filling(group)

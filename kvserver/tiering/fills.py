@@ -1,0 +1,376 @@
+"""Fills: objects that a prompt needs are read from L2 into L1 before its engine computes them.
+
+Owns: the fills under way and those that wait for room, the bound on the memory of both, and the one reply of each. Refuses to
+know: how a tier reads (`l2`), which probes are waited for (`probes`), which hit is the greatest and whether it is worth reading
+(`presence`), the reply's content (`lookups`).
+
+A fill reserves slots for all that it will read, or is cut to a hit whose objects fit. Then it reads in batches, windows and
+states before the chunks of the body. A batch becomes READY when its reads have ended, those whose reads failed left out, and
+its chunks stay pinned until the fill ends: then the request leases what L1 has and gets its reply, in one step. A fill ends
+when all is read, at its deadline, when its request, engine or namespace ends. Reads that run then are cancelled; their pages
+stay allocated until their tickets end.
+
+A turn of the loop plans one fill, reserves one batch, or begins to read one: other requests are answered between.
+
+Bytes of fills under way, and of fills whose request has not loaded them yet, are at most an eighth of L1, or 256 MiB if that is
+more, but never more than three quarters of L1: else waiting requests would evict what others are about to load. A fill that
+finds no room waits for its turn, and fills that have room overtake it for half of its time. A fill that never fits is cut to the
+greatest hit that does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+
+from kvserver.cache import Cache, Chunk
+from kvserver.engines import Instance, Respond
+from kvserver.events import Bus, ChunksStored, publish_evicted
+from kvserver.l2 import ObjectName, TierEnd, TierOutcome
+from kvserver.protocol import AwaitFill, Durability
+from kvserver.tiering.fill import BATCH, Answer, Fill, FillBatch, Filled, Owner, batches, bytes_of, is_filling
+from kvserver.tiering.presence import Attainable, MissingObjects, Presence, keys_of, most_within
+from kvserver.tiering.probes import Probes
+from kvserver.tiering.rates import MOST_READS, ReadRates
+from kvserver.tiering.tiers import Tiers
+
+MOST_FILLS = 1024  # under way and waiting
+_MIB = 1 << 20
+
+
+def memory_bound(l1_bytes: int) -> int:
+    """Bytes that fills may occupy before their requests have loaded them.
+
+    An eighth of an L1 of 2 GiB or more; three quarters of one so small (341 MiB) that it is a window on L2, where a single
+    prompt must fit; 256 MiB between the two.
+    """
+    return max(l1_bytes // 8, min(l1_bytes // 4 * 3, 256 * _MIB))
+
+
+class Fills:
+    """REQUIRES: the loop's thread uses it."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        tiers: Tiers,
+        presence: Presence,
+        rates: ReadRates,
+        bus: Bus,
+        lease_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._cache, self._tiers, self._presence, self._rates = cache, tiers, presence, rates
+        self._probes = Probes(tiers, clock)
+        self._bus = bus
+        self._lease_seconds, self._clock = lease_seconds, clock
+        self._fills: OrderedDict[Owner, Fill] = OrderedDict()  # the first that has not begun is the next to begin
+        self._filled: OrderedDict[Owner, Filled] = OrderedDict()  # by request, in the order of their deadlines
+        self._bound = memory_bound(cache.pool.pages * cache.pool.page_bytes)
+        self._open_batches = 0
+
+    @property
+    def open(self) -> int:
+        """Fills without a reply, and batches whose reads have not ended."""
+        return len(self._fills) + self._open_batches
+
+    @property
+    def used_bytes(self) -> int:
+        """What counts for the bound."""
+        return sum(fill.bytes for fill in self._fills.values() if fill.began) + sum(
+            filled.bytes for filled in self._filled.values()
+        )
+
+    @property
+    def next_due_ns(self) -> int | None:
+        """When the next fill must be answered."""
+        return min((fill.due_ns for fill in self._fills.values()), default=None)
+
+    # ---- begin and end ------------------------------------------------------------------------
+
+    def begin(self, request: AwaitFill, instance: Instance, respond: Respond, answer: Answer) -> None:
+        """Fill what the lookup lacks; answer when that has ended, or after request.wait_ms."""
+        lookup = request.lookup
+        owner = (lookup.instance_id, lookup.request_id)
+        self.end(owner)
+        reply = answer(lookup, 0)  # what L1 has is leased meanwhile
+        namespace, durability = instance.namespace_of(lookup.variant), instance.durability(lookup.durability)
+        if namespace is None or durability is Durability.PROCESS or len(self._fills) >= MOST_FILLS:
+            respond(reply)
+            return
+        now_ns, wait_ns = int(self._clock() * 1e9), request.wait_ms * 1_000_000
+        fill = self._fills[owner] = Fill(
+            owner, lookup, respond, answer, namespace, durability, instance, instance.any_worker(), list(instance.coverages),
+            now_ns + wait_ns // 2, now_ns + wait_ns, reply.hit_chunks,
+        )  # fmt: skip
+        self._probes.begin(fill)
+
+    def _plan(self, fill: Fill) -> None:
+        """Queue what is to be read; answer at once if that is nothing, or would take longer than to compute it."""
+        fill.planned = True
+        found = self._fitting(fill, self._bound)
+        if found is None:
+            self._finish(fill)
+            return
+        if not fill.replanned:
+            if self._presence.is_slow(fill.instance, found.chunks - fill.hit_chunks, found.reads):
+                fill.instance.counts.fills_not_begun += 1
+                self._finish(fill)
+                return
+            fill.instance.counts.fills += 1
+            fill.planned_at, fill.expected_seconds = self._clock(), self._rates.expected_seconds(found.reads)
+        self._queue(fill, found)
+
+    def _fitting(self, fill: Fill, bound: int) -> Attainable | None:
+        """The greatest hit whose fill reads at most `bound` bytes."""
+        if fill.instance.coverages != fill.coverages:  # a rank has disconnected
+            return None
+        most = None
+        while True:
+            found = self._presence.attainable(
+                fill.instance, fill.namespace, fill.lookup.keys, fill.hit_chunks, fill.durability, most
+            )
+            if found is None or bytes_of(found) <= bound:
+                return found
+            most = most_within(bound, found, fill.worker.spec.object_groups, fill.coverages)
+
+    def _queue(self, fill: Fill, found: Attainable) -> None:
+        fill.chunks, fill.todo, fill.bytes = found.chunks, deque(batches(found.missing)), bytes_of(found)
+        self._unqueue(fill)
+        fill.queued = [part.bytes for part in found.reads]
+        for tier, size in enumerate(fill.queued):
+            self._rates.queue(tier, size)
+
+    def _unqueue(self, fill: Fill) -> None:
+        for tier, size in enumerate(fill.queued):
+            self._rates.queue(tier, -size)
+        fill.queued = []
+
+    def end(self, owner: Owner) -> int:
+        """The request ended: nothing more is read for it. Returns the tokens that were read for it."""
+        if (fill := self._fills.get(owner)) is not None:
+            self._finish(fill)
+        filled = self._filled.pop(owner, None)
+        return filled.tokens if filled is not None else 0
+
+    def loaded(self, owner: Owner) -> None:
+        """The request has begun to load: what was read for it no longer counts for the bound."""
+        if (filled := self._filled.get(owner)) is not None:
+            filled.bytes = 0
+
+    def tick(self) -> None:
+        """What was read for requests that never ended counts no longer than their leases."""
+        now = self._clock()
+        while self._filled and (owner := next(iter(self._filled))) and self._filled[owner].deadline <= now:
+            del self._filled[owner]
+
+    def end_of_instance(self, instance_id: str) -> None:
+        for owner in [owner for owner in (*self._fills, *self._filled) if owner[0] == instance_id]:
+            self.end(owner)
+
+    def clear(self, base: bytes) -> None:
+        """The namespaces with this prefix were cleared: what is being read for them is useless."""
+        for fill in [fill for fill in self._fills.values() if fill.namespace.startswith(base)]:
+            self._finish(fill)
+
+    def end_all(self) -> None:
+        for fill in list(self._fills.values()):
+            self._finish(fill)
+
+    # ---- reserving ----------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """At the end of a turn: answer what is due; then plan one fill, reserve one batch or begin its reads.
+
+        True while there is more to do at once.
+        """
+        if not self._fills:
+            return False
+        now_ns = int(self._clock() * 1e9)
+        for fill in list(self._fills.values()):
+            if fill.due_ns <= now_ns:
+                self._finish(fill)
+        for fill in self._fills.values():
+            if not fill.planned and not fill.probes:  # first: its answer may be that nothing is read
+                self._plan(fill)
+                return True
+        may_overtake = True
+        for fill in list(self._fills.values()):
+            if fill.probes or fill.ended:
+                continue
+            if not fill.began:
+                if not (may_overtake and self._fits_beside_others(fill)):
+                    may_overtake = may_overtake and now_ns < fill.overtaken_until_ns  # else it might never have room
+                    continue
+                fill.began = True
+            self._finish_if_done(fill)  # or plan what another fill did not bring
+            if fill.todo:
+                self._reserve_batch(fill, fill.todo.popleft())
+                return True
+            if fill.reserved and self._has_room(fill, fill.reserved[0]):
+                self._begin_batch(fill, fill.reserved.popleft())
+                return True
+        return False
+
+    def _fits_beside_others(self, fill: Fill) -> bool:
+        used = self.used_bytes
+        return not used or used + fill.bytes <= self._bound
+
+    def _reserve_batch(self, fill: Fill, missing: MissingObjects) -> None:
+        coverage = fill.coverages[missing.group]
+        assert coverage is not None
+        worker, keys = fill.worker, keys_of(fill.lookup.keys, missing.places)
+        self._cache.drop_incomplete(fill.namespace, missing.group, keys)
+        plan = self._cache.plan_store(
+            fill.namespace, worker.layout, keys, coverage.slot_bytes,
+            group=missing.group, slots=coverage.slots, model_name=worker.spec.model_name,
+        )  # fmt: skip
+        publish_evicted(self._bus, int(self._clock() * 1e9), plan)
+        own = set(map(id, plan.chunks))
+        fill.awaited += [(chunk, missing.group) for chunk in plan.prefix if id(chunk) not in own]
+        fill.reserved.append(FillBatch(plan, coverage))
+        self._open_batches += 1
+        if plan.no_space:
+            self._cut(fill)
+
+    def _cut(self, fill: Fill) -> None:
+        """L1 has no space for all of it now: the hit ends where what was reserved ends, or a smaller one is tried."""
+        fill.todo.clear()
+        if fill.only_chunks:
+            return
+        had_space = sum(batch.coverage.bytes * len(batch.plan.prefix) for batch in fill.reserved)
+        self._release(fill)
+        fill.awaited.clear()
+        found = self._fitting(fill, had_space)
+        if found is not None:
+            self._queue(fill, found)
+
+    def _release(self, fill: Fill) -> None:
+        """Free the slots of what it has not begun to read."""
+        while fill.reserved:
+            self._cache.finish_store(fill.reserved.popleft().plan, copied=False)
+            self._open_batches -= 1
+
+    # ---- reading ------------------------------------------------------------------------------
+
+    def _has_room(self, fill: Fill, batch: FillBatch) -> bool:
+        """Whether no object of the batch would have to wait for a read of another one."""
+        group, keys = batch.coverage.group, b"".join([chunk.key for chunk in batch.plan.chunks])
+        known = free = 0
+        for tier, bits in enumerate(self._tiers.present(fill.namespace, group, keys, fill.durability)):
+            known |= bits
+            free |= bits if self._rates.open(tier) < MOST_READS else 0
+        return known == free
+
+    def _begin_batch(self, fill: Fill, batch: FillBatch) -> None:
+        fill.reading.append(batch)
+        for place in range(len(batch.plan.chunks)):
+            self._read(fill, batch, place, -1)
+        if not batch.reads:
+            self._batch_ended(fill, batch)
+
+    def _read(self, fill: Fill, batch: FillBatch, place: int, after: int) -> None:
+        """Read the object from the first tier after tier number `after` that holds it, or count it as failed."""
+        chunk, group = batch.plan.chunks[place], batch.coverage.group
+        bits = list(self._tiers.present(fill.namespace, group, chunk.key, fill.durability))
+        usable = (
+            number
+            for number in range(after + 1, len(bits))
+            if bits[number] and self._rates.open(number) < MOST_READS + BATCH
+        )
+        tier = next(usable, None)
+        if tier is None or chunk.detached:
+            batch.failed.add(place)
+            return
+
+        def ended(end: TierEnd) -> None:
+            done = end.outcome is TierOutcome.DONE
+            self._rates.ended(tier, began, batch.coverage.bytes if done else 0)
+            if fill.queued:
+                less = min(fill.queued[tier], batch.coverage.bytes)
+                fill.queued[tier] -= less
+                self._rates.queue(tier, -less)
+            del batch.reads[place]
+            if not done:
+                if fill.ended:
+                    batch.failed.add(place)
+                else:
+                    self._read(fill, batch, place, tier)
+            if not batch.reads:
+                self._batch_ended(fill, batch)
+
+        name = ObjectName(fill.namespace, group, chunk.key)
+        ticket = self._tiers.get(tier, name, batch.coverage.memory_of(chunk), fill.due_ns, ended)
+        batch.reads[place] = (tier, ticket)
+        began = self._rates.begun(tier)
+
+    def _batch_ended(self, fill: Fill, batch: FillBatch) -> None:
+        plan = batch.plan
+        self._open_batches -= 1
+        fill.reading.remove(batch)
+        self._cache.finish_store(plan, copied=True, failed=batch.failed)
+        if ready := plan.ready:
+            self._count_ready(fill, batch.coverage.group, ready, plan.pages * len(plan.slots))
+        if fill.ended:
+            return
+        self._pin(fill, ready)
+        if batch.failed and batch.coverage.group == 0:
+            self._release(fill)  # a hit ends before what is missing
+        self._finish_if_done(fill)
+
+    def _pin(self, fill: Fill, chunks: list[Chunk]) -> None:
+        self._cache.pin_chunks(chunks)
+        fill.pinned += chunks
+
+    def _finish_if_done(self, fill: Fill) -> None:
+        if fill.ended or fill.waits:
+            return
+        while fill.awaited:
+            chunk, group = fill.awaited[0]
+            if is_filling(chunk, group):
+                return
+            fill.awaited.popleft()  # each is looked at once in all, however many turns the others take
+            if chunk.ready >> group & 1:
+                self._pin(fill, [chunk])
+            else:
+                fill.lost = True
+        if fill.lost and not fill.replanned:  # whom it waited for has ended early: its own reads bring the rest
+            fill.replanned, fill.lost = True, False
+            self._plan(fill)
+        else:
+            self._finish(fill)
+
+    def _count_ready(self, fill: Fill, group: int, ready: Sequence[Chunk], pages: int) -> None:
+        keys, instance = b"".join([chunk.key for chunk in ready]), fill.instance
+        event = ChunksStored(
+            int(self._clock() * 1e9), instance.instance_id, instance.model_name, fill.namespace, keys,
+            fill.worker.layout.objects[group], pages,
+        )  # fmt: skip
+        self._bus.publish(event, len(keys))
+        if group == 0:
+            tokens = len(ready) * fill.worker.spec.chunk_tokens
+            fill.tokens += tokens
+            instance.counts.filled_tokens += tokens
+
+    def _finish(self, fill: Fill) -> None:
+        """Answer with what L1 has now. Reads that still run end as they do; what they bring is not pinned."""
+        fill.ended = True
+        del self._fills[fill.owner]
+        fill.todo.clear()
+        self._release(fill)
+        self._unqueue(fill)
+        for batch in list(fill.reading):
+            for tier, ticket in list(batch.reads.values()):
+                self._tiers.cancel(tier, ticket)
+        now = self._clock()
+        if fill.began:
+            self._filled[fill.owner] = Filled(fill.bytes, fill.tokens, now + self._lease_seconds)
+            self._filled.move_to_end(fill.owner)
+        if fill.expected_seconds is not None and now - fill.planned_at > fill.expected_seconds:
+            fill.instance.counts.fills_slower += 1
+        try:
+            reply = fill.answer(fill.lookup, fill.tokens)
+        finally:
+            self._cache.unpin_chunks(fill.pinned)
+        fill.respond(reply)

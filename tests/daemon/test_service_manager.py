@@ -1,0 +1,78 @@
+"""What the daemon reports to a service manager, whose socket is the test's: `test_systemd.py` has a real systemd."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.daemon import Daemon
+from support.server import L1_BYTES, PAGE_BYTES, running_server
+from support.simulators import FakeDevice
+
+from kvserver._native import HostRegion
+from kvserver.copy import Devices
+from kvserver.service_manager import report_alive
+
+
+class Manager:
+    """The socket of NOTIFY_SOCKET."""
+
+    def __init__(self, folder: Path, abstract: bool) -> None:
+        name = str(folder / "notify")
+        self.address = f"@{name}" if abstract else name
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind("\0" + name if abstract else name)
+
+    def next(self, seconds: float = 20.0) -> str:
+        """TimeoutError if none arrives."""
+        self._socket.settimeout(seconds)
+        return self._socket.recv(4096).decode()
+
+    def clear(self) -> None:
+        """Drop what has arrived."""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                self.next(0)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@pytest.fixture
+def manager(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Manager]:
+    made = Manager(tmp_path, getattr(request, "param", "") == "an abstract name")
+    yield made
+    made.close()
+
+
+def test_a_daemon_reports_each_second_that_it_is_ready(manager: Manager) -> None:
+    daemon = Daemon(env={"NOTIFY_SOCKET": manager.address})
+    try:
+        daemon.start()
+        assert [manager.next() for _ in range(2)] == ["READY=1\nWATCHDOG=1\nSTATUS=ready"] * 2
+    finally:
+        daemon.close()
+
+
+@pytest.mark.parametrize("manager", ["a file", "an abstract name"], indirect=True)
+def test_the_report_states_on_one_line_why_the_daemon_is_not_ready(
+    manager: Manager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NOTIFY_SOCKET", manager.address)
+    report_alive("L2 tier file:///a is down:\nSTOPPING=1")
+    assert manager.next() == "READY=1\nWATCHDOG=1\nSTATUS=not ready: L2 tier file:///a is down: STOPPING=1"
+
+
+def test_a_loop_that_hangs_reports_nothing(manager: Manager, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NOTIFY_SOCKET", manager.address)
+    device = FakeDevice(HostRegion(L1_BYTES), PAGE_BYTES)
+    with running_server(Devices(device)) as running:
+        manager.next()
+        with running.loop_stopped():
+            manager.clear()
+            with pytest.raises(TimeoutError):
+                manager.next(2.0)
+        manager.next()
