@@ -41,6 +41,8 @@ CPP_SOURCES := $(sort $(shell find csrc tests/native bench/native -path csrc/thi
 PROMTOOL := $(or $(shell command -v promtool),build/promtool/usr/bin/promtool)
 # The browser and its driver: those on PATH, or Debian's, below build/. Without either the tests of the page are skipped.
 BROWSER := $(if $(shell command -v chromium && command -v chromedriver),,build/chromium/chromedriver)
+# Routers that follow KV events, for a part of the long set; deploy/guides/routers.md names these versions.
+ROUTERS := ai-dynamo-runtime==1.6.1 vllm-router==0.1.17
 # Not `python -m pytest`: that puts this folder first, whose kvserver/ has no native module, before the installed one.
 PYTEST := pytest -q
 # Not in pytest's own settings: a test that is named runs, whatever its marks.
@@ -81,8 +83,8 @@ demo: $(VENV)/.installed $(VENV_VLLM)/.installed
 
 # The machine should do nothing else. Each benchmark prints what it needs of a peer.
 bench: $(VENV)/.installed $(VENV_VLLM)/.installed
-	for name in copier daemon rpc lookups chunks index_memory overhead turns lifecycle match pages l2 l2_peer peers; do echo "== $$name"; $(VENV)/bin/python bench/$$name.py || exit 1; done
-	@echo "== hook"; $(VENV_VLLM)/bin/python bench/hook.py
+	for name in copier daemon rpc lookups chunks index_memory overhead turns lifecycle match what_if pages l2 l2_memory l2_peer peers; do echo "== $$name"; $(VENV)/bin/python bench/$$name.py || exit 1; done
+	for name in hook groups walk; do echo "== $$name"; $(VENV_VLLM)/bin/python bench/$$name.py || exit 1; done
 	for name in questions order engine l2_engine; do echo "== $$name"; KVSERVER_BIN=$(CURDIR)/$(VENV)/bin/kvserver $(VENV_VLLM)/bin/python bench/$$name.py || exit 1; done
 
 test: test-core test-gpu-simulated
@@ -108,7 +110,7 @@ test-vllm: $(VENV)/.installed $(VENV_VLLM)/.installed $(RUNNER_V2)
 	$(IN_VLLM) $(LANES) --no-loadscope-reorder $(DAILY) $(REAL_ENGINES) $(addprefix --ignore=,$(RANKS)) $(ARGS) || $(NONE_SELECTED)
 	$(IN_VLLM) $(DAILY) $(RANKS) $(ARGS) || $(NONE_SELECTED)
 
-test-long: $(VENV)/.installed $(VENV_VLLM)/.installed $(RUNNER_V2) $(BROWSER)
+test-long: $(VENV)/.installed $(VENV_VLLM)/.installed $(RUNNER_V2) $(BROWSER) build/routers/.installed
 	KVSERVER_TEST_PROPERTIES=long $(VENV)/bin/$(PYTEST) -m "long or hypothesis" $(CORE_TESTS) $(ARGS)
 	KVSERVER_TEST_PROPERTIES=long $(IN_VLLM) -m "long or hypothesis" $(ENGINE_TESTS) $(ARGS)
 
@@ -148,6 +150,11 @@ build/promtool/usr/bin/promtool:
 
 build/chromium/chromedriver:
 	bash .ci/chromium.sh build/chromium
+
+build/routers/.installed:
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python $(PIP) install $(ROUTERS)
+	touch $@
 
 sanitize: $(VENV)/.installed
 	for kind in address,undefined thread; do \

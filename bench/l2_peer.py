@@ -26,12 +26,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from common import alternate, median, table
-from l2 import Threads
 from peer_files import FILES, PeerFiles
 from peers import BLOCK_TOKENS, HEADS, HOW, LAYERS, RUN, installed
 from rig import BenchDaemon, BenchWorker, make_keys
 from support.daemon import fetch, wait_until
 
+from kvserver.bench.storage import PlainFiles
 from kvserver.protocol import KEY_BYTES, AwaitFill, LookupReply
 
 TOKENS, CHUNK_TOKENS = 2048, 256
@@ -150,7 +150,7 @@ def rows(python: str, adapter: str, folder: Path, rounds: int) -> list[list[obje
         ours = OurTier(folder / "ours")
         stack.callback(ours.close)
         theirs = PeerTier(stack.enter_context(PeerFiles(python, adapter, folder / "theirs")))
-        threads = Threads(folder, PAYLOAD // CHUNKS, CHUNKS, direct=True)
+        threads = PlainFiles(folder / "plain", CHUNKS, True, PAYLOAD // CHUNKS)
         stack.callback(threads.close)
         measures = [threads.put, ours.put, theirs.put, threads.get, ours.get, theirs.get]
         cached = not FILES[adapter]

@@ -1,10 +1,10 @@
-"""How long the walk of a store, a lookup and a block report is, from vLLM's scheduler to the last subscriber of events.
+"""How long the walks of requests are, from vLLM's scheduler (a clear's from its HTTP request) to the last subscriber of events.
 
     .venv-vllm/bin/python bench/walk.py [--rounds 9] [--list] [--daemon-python .venv/bin/python]
 
-A real daemon, and vLLM's real scheduler with the connector around a model that is not there (tests/adapters/modelless.py). Both
-processes record with `sys.setprofile` which functions of kvserver are entered while one such operation is under way. Columns:
-functions entered, the files that they lie in, crossings from one thread to another one (of either process, the copying threads
+A real daemon without L2, and vLLM's real scheduler with the connector around a model that is not there (tests/adapters/modelless.py): one
+engine stores, another one loads. Both processes record with `sys.setprofile` which functions of kvserver are entered while one such operation is under way. Columns:
+functions entered, the files that they lie in, those of the daemon's process, crossings from one thread to another one (of either process, the copying threads
 included, ZMQ's own left out), and circles: files that are entered again while they are on the stack. A call of native code counts
 as one function, and all native code as one file. Not counted: what a step that does nothing and a turn of the daemon's loop without
 a message enter as well, unless it calls what counts; and what less than half of the rounds enter (each second's work, for
@@ -23,15 +23,20 @@ import sys
 import tempfile
 import threading
 import time
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType
 from typing import Any, NamedTuple
+from urllib.request import Request as HTTPRequest
+from urllib.request import urlopen
 
 TOP = Path(__file__).resolve().parent.parent
 NATIVE = "_native"
+THIS_FILE = __file__
+OPERATIONS = ("store", "load", "lookup", "end of request", "block report", "clear")
 HANDLED_SECONDS = 0.12  # until the events of an operation were handled; an idle daemon audits after 0.25 s
 COPYING_THREADS = "submit_copy"  # the native call that hands a copy to them; the end returns through an eventfd
 
@@ -71,7 +76,7 @@ class Recorder:
         """None for what does not count: other packages, classes' bodies, comprehensions and the like."""
         if code not in self._functions:
             path, found = code.co_filename, None
-            if path == __file__ and code.co_name == "call_native":
+            if path == THIS_FILE and code.co_name == "call_native":
                 return None
             for folder, prefix in ((self._adapters, "adapters/"), (self._folder, "kvserver/")):
                 if path.startswith(folder) and found is None:
@@ -144,8 +149,8 @@ def run_daemon(path: str, flags: list[str]) -> int:
 
 
 @contextmanager
-def daemon(python: str, folder: Path, *flags: str) -> Iterator[tuple[str, Path]]:
-    """A recording daemon's endpoint, and the file with its entries once the block was left."""
+def daemon(python: str, folder: Path, *flags: str) -> Iterator[tuple[str, str, Path]]:
+    """A recording daemon's endpoint and pages, and the file with its entries once the block was left."""
     endpoint, path = f"ipc://{folder}/daemon.sock", folder / "entries.json"
     command = [python, __file__, "--record", str(path), "--", "--endpoint", endpoint, "--http-port", "0", *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -154,7 +159,7 @@ def daemon(python: str, folder: Path, *flags: str) -> Iterator[tuple[str, Path]]
         if " ready: " not in ready:
             raise SystemExit(f"the daemon did not start: {ready}")
         try:
-            yield endpoint, path
+            yield endpoint, ready.partition(" http ")[2].partition(",")[0], path
         finally:
             process.terminate()
 
@@ -175,107 +180,166 @@ class Windows:
         self.of[name][-1].append((began, time.monotonic_ns()))
 
 
-def drive(endpoint: str, folder: Path, rounds: int) -> Windows:
-    """Let an engine do one operation at a time."""
-    sys.path[:0] = [str(TOP / "tests" / "adapters"), str(TOP / "tests")]
-    from made_up_model import BLOCK
-    from model_folder import write_model
-    from modelless import Engine, configure
-    from vllm.sampling_params import SamplingParams
-    from vllm.v1.request import Request
+class Drive:
+    """Two engines that do one operation at a time: what one stores the other loads."""
 
-    engine = Engine(*configure(write_model(folder / "model"), endpoint, asynchronous=False, num_blocks=400))
-    windows = Windows()
-    connector = engine.scheduler.connector
+    def __init__(self, endpoint: str, http: str, folder: Path) -> None:
+        sys.path[:0] = [str(TOP / "tests" / "adapters"), str(TOP / "tests")]
+        os.environ["PYTHONHASHSEED"] = "0"  # hashes of both engines begin alike
+        from made_up_model import BLOCK
+        from model_folder import write_model
+        from modelless import Engine, configure
 
-    def step() -> None:
-        engine.step()
+        model = write_model(folder / "model")
+        made = [Engine(*configure(model, endpoint, asynchronous=False, num_blocks=400)) for _ in range(2)]
+        self.storing, self.loading = made
+        self.windows, self._block = Windows(), BLOCK
+        self._http, self._socket = http, endpoint.removeprefix("ipc://") + ".fd"
+        self._tokens = itertools.count(1)
+        time.sleep(1)  # until the engines are registered and described
+
+    def run(self, rounds: int) -> Windows:
+        self._generate(rounds)
+        for number in range(rounds):
+            self._look_up(f"looked up {number}")
+        for number in range(rounds):
+            self._load(f"loaded {number}")
+        for engine in (self.storing, self.loading):
+            engine.close()
+        return self.windows
+
+    def _prompt(self, blocks: int) -> list[int]:
+        return [next(self._tokens) % 1000 for _ in range(blocks * self._block)]
+
+    def _generate(self, rounds: int) -> None:
+        """A long answer: most steps do nothing, each 16th allocates a block, each 64th completes a chunk."""
+        engine, block, windows = self.storing, self._block, self.windows
+        length, chunk = 2 * block, 4 * block
+        answer = engine.add("one", self._prompt(2), count=2000)
+        engine.run(until=lambda: bool(answer.tokens))
         time.sleep(HANDLED_SECONDS)
-
-    def second_half(plan: Any) -> None:
-        """The scheduler's part of the step is done, and its reports are sent: the rest is the end of the store."""
-        engine.before_step = lambda plan: None
-        time.sleep(HANDLED_SECONDS)
-        engine.after_step = lambda plan: rest.__exit__(None, None, None)
-        rest.__enter__()
-
-    tokens = itertools.count(1)
-    time.sleep(1)  # until the engine is registered and described
-    answer = engine.add("one", [next(tokens) for _ in range(2 * BLOCK + 2)], count=2000)
-    length = 2 * BLOCK + 2
-    done = 0
-    step()
-    while done < rounds:
-        length += 1  # computed by this step
-        if length % BLOCK == 1:  # a block is allocated for its token
-            if length % (4 * BLOCK) == 1:
-                rest = windows.open("store", goes_on=True)
-                engine.before_step = second_half
-                step()
-                engine.after_step = lambda plan: None
-                done += 1
-            else:
+        stores = 0
+        while stores < rounds:
+            length += 1  # computed by this step
+            if length % chunk == 1:
+                self._send_store()
+            elif length % chunk == 2 and windows.of["store"]:  # the worker reports the store's end
+                with windows.open("store", goes_on=True):
+                    step(engine)
+                stores += 1
+            elif length % block == 1:  # a block is allocated for its token
                 with windows.open("block report"):
-                    step()
-        elif length % (4 * BLOCK) == 0:
-            with windows.open("store"):
-                step()
-        elif length % BLOCK in (5, 9):
-            with windows.open("nothing"):
-                with socket.socket(
-                    socket.AF_UNIX, socket.SOCK_SEQPACKET
-                ) as stranger:  # the daemon's loop takes a turn, without a message
-                    stranger.connect(endpoint.removeprefix("ipc://") + ".fd")
-                step()
-        else:
-            engine.step()
-    assert len(answer.tokens) > rounds
-    for number in range(rounds):
+                    step(engine)
+            elif length % chunk == 0:
+                with windows.open("store"):
+                    step(engine)
+            elif length % block in (5, 9):
+                with windows.open("nothing"):
+                    with socket.socket(
+                        socket.AF_UNIX, socket.SOCK_SEQPACKET
+                    ) as stranger:  # a turn of the loop, without a message
+                        stranger.connect(self._socket)
+                    step(engine)
+            else:
+                engine.step()
+        engine.abort("one")
+        engine.run()
+
+    def _send_store(self) -> None:
+        """The step after a store's sends it, and allocates a block: of the store is what follows once that was reported and handled."""
+        rest = self.windows.open("store", goes_on=True)
+
+        def begin(plan: Any) -> None:
+            time.sleep(HANDLED_SECONDS)
+            rest.__enter__()
+
+        self.storing.before_step = begin
+        step(self.storing)
+        rest.__exit__(None, None, None)
+        self.storing.before_step = lambda plan: None
+
+    def _look_up(self, name: str) -> None:
+        """A new prompt. Its chunk is missed, so a second message names the chunk's blocks (`--tails`)."""
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.request import Request
+
+        engine, connector = self.storing, self.storing.scheduler.connector
         parameters = SamplingParams(max_tokens=1)
-        prompt = [next(tokens) % 1000 for _ in range(5 * BLOCK)]
-        request = Request(f"looked up {number}", prompt, parameters, None, block_hasher=engine._hasher)
+        request = Request(name, self._prompt(5), parameters, None, block_hasher=engine._hasher)
         time.sleep(HANDLED_SECONDS)
-        with windows.open("lookup"):
+        with self.windows.open("lookup"):
             connector.on_new_request(request)
             time.sleep(HANDLED_SECONDS)
-            found = connector.get_num_new_matched_tokens(request, 0)
+            while (found := connector.get_num_new_matched_tokens(request, 0))[0] is None:
+                time.sleep(HANDLED_SECONDS)
         assert found == (0, False), found
         connector.request_finished(request, [])
         engine.step()
-    engine.abort("one")
-    engine.run()
-    engine.close()
-    return windows
+
+    def _load(self, name: str) -> None:
+        """A chunk and a block that the other engine stored; then the request's end, without a store, and a clear of both engines' KV."""
+        engine, windows, prompt = self.loading, self.windows, self._prompt(5)
+        self.storing.generate(name, prompt)
+        time.sleep(HANDLED_SECONDS)
+        answer = engine.add(name, prompt)
+        time.sleep(HANDLED_SECONDS)  # the lookup is answered
+        with windows.open("load"):
+            engine.run(until=lambda: name in engine.received)
+            time.sleep(HANDLED_SECONDS)
+        engine.run(until=lambda: len(answer.tokens) == answer.count - 1)
+        assert answer.external, "nothing was loaded"
+        time.sleep(HANDLED_SECONDS)
+        with windows.open("end of request"):
+            step(engine)
+        assert answer.finish_reason is not None
+        with windows.open("clear"):
+            urlopen(HTTPRequest(f"{self._http}/cache/clear", method="POST")).close()
+            time.sleep(HANDLED_SECONDS)
+
+
+def step(engine: Any) -> None:
+    engine.step()
+    time.sleep(HANDLED_SECONDS)
 
 
 class Walk(NamedTuple):
     functions: set[Function]
     files: set[str]
+    daemon: set[str]  # those of its process
     crossings: int
     circles: set[str]
 
 
 def walks(entries: Sequence[Entry], windows: Windows) -> dict[str, Walk]:
-    def within(intervals: Sequence[tuple[int, int]]) -> list[Entry]:
-        return [entry for entry in entries if any(began <= entry.time_ns <= end for began, end in intervals)]
+    """REQUIRES: entries in the order of their time."""
+    times = [entry.time_ns for entry in entries]
 
-    nothing = {entry.function for intervals in windows.of["nothing"] for entry in within(intervals)}
-    found = {}
-    for name in ("store", "lookup", "block report"):
-        rounds = [within(intervals) for intervals in windows.of[name]]
+    def within(intervals: Sequence[tuple[int, int]]) -> list[Entry]:
+        ends = [(bisect_left(times, began), bisect_right(times, end)) for began, end in intervals]
+        return [entry for first, last in ends for entry in entries[first:last]]
+
+    def usual(rounds: Sequence[Sequence[Entry]]) -> set[Function]:
+        """What most rounds enter: the rest is the work of each second, or an operation that ended late."""
         seen = Counter(function for entered in rounds for function in {entry.function for entry in entered})
-        counted = {function for function, times in seen.items() if 2 * times > len(rounds) and function not in nothing}
+        return {function for function, times in seen.items() if 2 * times > len(rounds)}
+
+    nothing = usual([within(intervals) for intervals in windows.of["nothing"]])
+    found, here = {}, str(os.getpid())
+    for name in OPERATIONS:
+        rounds = [within(intervals) for intervals in windows.of[name]]
+        counted = usual(rounds) - nothing
         crossings, circles = [], set()
-        functions = set(counted)
+        functions, daemon = set(counted), set()
         for entered in rounds:
             walked = [entry for entry in entered if entry.function in counted]
             functions |= {function for entry in walked for function in entry.stack}
+            daemon |= {function.file for entry in walked if entry.thread.split()[0] != here for function in entry.stack}
             threads = [entry.thread for entry in walked]
             copies = sum(entry.function.name.endswith(COPYING_THREADS) for entry in walked)
             crossings.append(sum(a != b for a, b in itertools.pairwise(threads)) + 2 * copies)
             for entry in walked:
                 circles |= circle(entry.stack)
-        found[name] = Walk(functions, {function.file for function in functions}, min(crossings), circles)
+        found[name] = Walk(functions, {function.file for function in functions}, daemon, min(crossings), circles)
     return found
 
 
@@ -297,17 +361,21 @@ def main() -> int:
         return run_daemon(arguments.record, arguments.flags)
     recorder = start_recorder()
     with tempfile.TemporaryDirectory() as folder:
-        with daemon(arguments.daemon_python, Path(folder), "--l1-size", "64MiB", "--chunk-tokens", "64") as (at, path):
-            windows = drive(at, Path(folder), arguments.rounds)
-        sys.setprofile(None)
+        flags = ("--l1-size", "64MiB", "--chunk-tokens", "64")
+        try:
+            with daemon(arguments.daemon_python, Path(folder), *flags) as (endpoint, http, path):
+                windows = Drive(endpoint, http, Path(folder)).run(arguments.rounds)
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
         theirs = [
             Entry(time_ns, thread, tuple(Function(*each) for each in stack))
             for time_ns, thread, stack in json.loads(path.read_text())
         ]
     found = walks(sorted([*recorder.entries, *theirs]), windows)
-    print(f"{'':14}{'functions':>10}{'files':>7}{'crossings':>11}  circles")
+    print(f"{'':14}{'functions':>10}{'files':>7}{'in daemon':>11}{'crossings':>11}  circles")
     for name, walk in found.items():
-        counts = f"{len(walk.functions):>10}{len(walk.files):>7}{walk.crossings:>11}"
+        counts = f"{len(walk.functions):>10}{len(walk.files):>7}{len(walk.daemon):>11}{walk.crossings:>11}"
         print(f"{name:14}{counts}  {', '.join(sorted(walk.circles)) or 'none'}")
         if arguments.list:
             for file, functions in itertools.groupby(sorted(walk.functions), key=lambda function: function.file):

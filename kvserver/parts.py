@@ -60,6 +60,7 @@ from kvserver.telemetry import (
     RpcCounts,
     WhatIfCurve,
     all_families,
+    with_l2,
 )
 from kvserver.tiering import ConfiguredTier, make_storage, resync_of_l1
 
@@ -244,6 +245,7 @@ class Parts:
     def status(self, server: Server) -> DaemonStatus:
         """`/status`, but for what the pages know. From the loop's thread."""
         observability, now = self.observability, self._clock()
+        totals = totals_status(self.instances, server.rpc)
         return DaemonStatus(
             version=__version__,
             boot_id=self.boot_id,
@@ -254,13 +256,13 @@ class Parts:
             loop_turns=server.turns.snapshot(),
             metrics_sample_rate=self.settings.metrics_sample_rate,
             l1=l1_status(self.cache, self._placement),
-            what_if=observability.what_if.status(),
+            what_if=with_l2(observability.what_if.status(), totals.prompt_tokens["l2"], totals.fill_seconds),
             l2=self.storage.status(),
             gpus=self.devices.status(),
             instances=self.instances_status(),
             connects=connects_status(self.instances),
             departed=[departed_status(departed, now) for departed in self.instances.departed.values()],
-            totals=totals_status(self.instances, server.rpc),
+            totals=totals,
             events=self.bus.status(),
             kv_events=replace(observability.hub.status(), observers=observability.observers.status()),
             explain=observability.explain.status(),

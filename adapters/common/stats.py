@@ -25,7 +25,7 @@ _BY_LABEL = (REFUSED, PROMISED_TOKENS, LOADED_TOKENS, WITHDRAWN_TOKENS)  # count
 FAULTS = "faults"  # by place
 COUNTERS = {
     "lookups": "Lookups sent to kvserver.",
-    "lookup_hits": "Lookups that found at least one chunk.",
+    "lookup_hits": "Lookups that found at least one chunk or single block.",
     "lookup_timeouts": "Lookups that were not answered in time.",
     "fills": "Requests that waited until kvserver had read from its storage what their lookup missed.",
     "late_fills": "Fills that kvserver did not answer in time.",

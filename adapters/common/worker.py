@@ -87,8 +87,7 @@ class WorkerHalf:
         self._report = StepReport()
         self._wakes = 0
         self._asleep = False  # between detach() and attach()
-        self._load_ends = ends = LoadEnds(fails_requests)
-        self.take_finished, self.take_invalid_blocks = ends.take_finished, ends.take_invalid_blocks
+        self.load_ends = LoadEnds(fails_requests)
 
     # ---- copies begin -------------------------------------------------------------------------
 
@@ -273,7 +272,7 @@ class WorkerHalf:
 
     def _part_ended(self, spec: LoadSpec, *, failed: bool) -> None:
         """First what must be reported with the load's end, then the end, then the counts."""
-        any_failed = self._load_ends.part_ended(spec, failed=failed)
+        any_failed = self.load_ends.part_ended(spec, failed=failed)
         if any_failed:
             self._report.failed_loads.append(spec.request_id)
         if any_failed is not None:

@@ -287,11 +287,11 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _finished(self, worker: WorkerHalf) -> tuple[set[str], set[str]]:
         with self.faults.guarded("poll"):  # ended copies are reported all the same
             worker.poll(idle=self._plan().idle)
-        return worker.take_finished()
+        return worker.load_ends.take_finished()
 
     @fenced(set, "worker")
     def get_block_ids_with_load_errors(self, worker: WorkerHalf) -> set[int]:
-        return worker.take_invalid_blocks()
+        return worker.load_ends.take_invalid_blocks()
 
     @fenced(half="worker")
     def build_connector_worker_meta(self, worker: WorkerHalf) -> StepReport | None:

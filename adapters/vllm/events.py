@@ -15,6 +15,8 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored
 
 from kvserver.protocol import KVBlocks, KVGroup
 
+# L1 is on this machine, a folder of L2 may be on a network. `ownership` is not set: Dynamo 1.6.1 drops each event that has it.
+_LOCALITY = {"CPU": "LOCAL"}
 _extra_keys_decoder = msgspec.msgpack.Decoder(list[tuple[Any, ...] | None])
 
 
@@ -42,10 +44,12 @@ class TierEvents:
             group_idx=blocks.group,
             kv_cache_spec_kind=group.kind or None,
             kv_cache_spec_sliding_window=group.window,
+            locality=_LOCALITY.get(blocks.medium),
         )
 
     def removed(self, hashes: bytes, hash_bytes: int, medium: str, group: int) -> BlockRemoved:
-        return BlockRemoved(block_hashes=self._named(hashes, hash_bytes), medium=medium, group_idx=group)
+        names = self._named(hashes, hash_bytes)
+        return BlockRemoved(names, medium, group_idx=group, locality=_LOCALITY.get(medium))
 
     def _named(self, hashes: bytes, hash_bytes: int) -> list[bytes | int]:
         """Hashes in the form of the engine's own events; maybe_convert_block_hash() would look up the form for each."""

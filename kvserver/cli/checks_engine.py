@@ -215,8 +215,8 @@ def _used(engine: EngineMetrics) -> Finding:
         return ok(numbers)
     if not engine.value("store_bytes_total"):
         return warning(
-            f"{numbers}; nothing was stored either: prompts are shorter than a chunk",
-            "kvserver serve --chunk-tokens 64, if prompts are that short",
+            f"{numbers}; nothing was stored either",
+            "read the engine's log: its kv_role, or its requests' kv_transfer_params, may store nothing, or its stores fail",
         )
     return warning(
         f"{numbers}; it stores but finds nothing: no prompt began like an earlier one, L1 is too small, or engines do not share",

@@ -42,7 +42,8 @@ def main(arguments: argparse.Namespace) -> int:
         trace = read_trace(lines, arguments.trace, progress.read)
     sizes = sizes or default_sizes(trace)
     if plan is None:
-        found = _shown(replay_sizes(trace, sizes, policies, progress.run), progress, arguments.json)
+        results = replay_sizes(trace, sizes, policies, progress.run, arguments.warm_up)
+        found = _shown(results, progress, arguments.json)
         table = _table(found)
     else:
         planned = _shown(replay_cluster(trace, sizes, policies, plan, progress.run), progress, arguments.json)
@@ -70,8 +71,8 @@ def _blocks(blocks: int) -> str:
 
 
 def _table(results: list[SizeResult]) -> list[str]:
-    rows = [("policy", "blocks", "hit rate")]
-    rows += [(result.policy, _blocks(result.blocks), f"{result.hit_rate:.1%}") for result in results]
+    rows = [("policy", "blocks", "hit rate", "of tokens")]
+    rows += [(one.policy, _blocks(one.blocks), f"{one.hit_rate:.1%}", f"{one.token_hit_rate:.1%}") for one in results]
     return terminal.columns(rows, left=1)
 
 
@@ -101,10 +102,14 @@ def _plan_table(plan: Plan, results: list[PlanResult]) -> list[str]:
 
 def _plan(arguments: argparse.Namespace) -> Plan | None:
     """The cluster of the arguments; None if they name none."""
+    if not 0 <= arguments.warm_up < 1:
+        raise ConfigError(f"--warm-up {arguments.warm_up:g}: write a share from 0 to less than 1")
     if arguments.machines is None and arguments.l2_blocks is None:
         if arguments.router is not None:
             raise ConfigError("--router: there is nothing to choose without --machines")
         return None
+    if arguments.warm_up:
+        raise ConfigError("--warm-up: what crosses the network is counted from the first request on")
     machines = arguments.machines if arguments.machines is not None else 1
     if not 1 <= machines <= _MOST_MACHINES:
         raise ConfigError(f"--machines {machines}: write 1 to {_MOST_MACHINES:,}")

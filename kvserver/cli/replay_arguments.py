@@ -38,7 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json",
         action="store_true",
-        help="a JSON line for each result: {policy, blocks, hit_rate}, of a cluster with the table's other columns",
+        help="a JSON line for each result: {policy, blocks, hit_rate, token_hit_rate}, of a cluster with the table's other columns",
+    )
+    parser.add_argument(
+        "--warm-up",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="share of the requests, from the first one on, that fill the cache and are not counted (default: 0); not with a cluster",
     )
     cluster = parser.add_argument_group(
         "a cluster", "--machines or --l2-blocks plans one: --blocks are those of each machine's L1"

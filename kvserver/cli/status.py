@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from kvserver.protocol.status import DaemonStatus, GpuStatus, InstanceStatus, L1
 _HOME_AND_ERASE_BELOW = "\x1b[H\x1b[J"
 _ERASE_SCREEN = "\x1b[2J"
 _BAR = 20
+_WIDTH = 120
 _NAMES = {"l0": "L0", "l1": "L1", "l2": "L2", "computed": "computed"}
 
 
@@ -128,7 +130,7 @@ def table(status: DaemonStatus) -> str:
 
 
 def what_if(curve: WhatIfStatus, policy: str) -> list[str]:
-    """The share of tokens that lookups would have found in an L1 of each size."""
+    """The share of tokens that lookups would have found in L1 alone, of each size, and the advice, which weighs L2."""
     if not curve.looked_up_tokens:
         return []
     shares = [
@@ -136,7 +138,8 @@ def what_if(curve: WhatIfStatus, policy: str) -> list[str]:
         for one in curve.sizes
     ]
     other = "" if policy == curve.policy else f"; L1 evicts by {policy}"
-    return [f"if L1 were  {', '.join(shares)} of tokens looked up would be hits (estimated, by {curve.policy}{other})"]
+    alone = f"{', '.join(shares)} of tokens looked up would be hits in L1 alone (estimated, by {curve.policy}{other})"
+    return [f"if L1 were  {alone}", *textwrap.wrap(curve.advice, _WIDTH, initial_indent="  ", subsequent_indent="  ")]
 
 
 def _shares(l1: L1Status) -> list[str]:

@@ -114,7 +114,7 @@ def _prompts(status: DaemonStatus, rates: Rates | None, history: Sequence[float]
 def _hit_rate(status: DaemonStatus, rates: Rates | None, history: Sequence[float]) -> str:
     totals = status.totals
     now = f"{rate(rates.hit_rate, 1)} of looked-up tokens, " if rates is not None and rates.hit_rate is not None else ""
-    since = f"{rate(totals.hit_tokens, totals.lookup_tokens)} since the start"
+    since = f"{rate(totals.hit_tokens, totals.lookup_tokens)} since the start, in L1 alone"
     lookups = f"; {number(rates.lookups)} lookups/s" if rates is not None else ""
     return _head("HIT RATE", f"{now}{since}{lookups}  {sparkline(history, 1.0)}")
 

@@ -231,11 +231,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         str,
         Meta(
             max_length=256,
-            description="Topic of KV events; {model} and {form} are replaced with the stream's. With {instance}, as "
-            "in llm-d's kv@{instance}@{model}, each attached instance has its own topic, with the chunks that it "
-            "can read.",
+            description="Topic of KV events; empty as vLLM's own default, which vllm-router expects. {model} and {form} "
+            "are replaced with the stream's. With {instance}, as in llm-d's kv@{instance}@{model}, each attached "
+            "instance has its own topic, with the chunks that it can read.",
         ),
-    ] = "kv-events"
+    ] = ""
     kv_events_format: Annotated[
         Literal["map", "array"],
         Meta(description="Form of published KV events: maps, as vLLM since 0.26, or arrays for older consumers."),

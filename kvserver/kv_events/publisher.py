@@ -24,8 +24,7 @@ from kvserver.kv_events.resident import ResidentChunks
 from kvserver.kv_events.stream import BATCH_SECONDS, Stream, StreamOptions
 from kvserver.kv_events.stream_sockets import StreamSockets
 from kvserver.kv_events.types import Description, KVEvent, KVRemoved, KVStored, ObserverContext, ReaderConnected, Tier
-from kvserver.kv_events.wire import Form
-from kvserver.protocol import KVGroup
+from kvserver.kv_events.wire import Form, Groups
 from kvserver.protocol.kv_status import PublisherStatus, StreamStatus
 from kvserver.telemetry import Family, Kind, Metric, families_of
 
@@ -54,7 +53,7 @@ class Snapshot:
     topic: str
     sequence: int
     boot_id: str
-    groups: tuple[KVGroup, ...]
+    groups: Groups
     chunks: list[tuple[Tier, Description]]
     pending: int
 
@@ -249,11 +248,13 @@ class ZmqPublisher:
         """One turn of one stream. Returns the seconds until its next turn."""
         sockets.receive_requests()
         with self._lock:
-            wait = self._advance(stream, sockets)
-            fresh = stream.batches_after(sockets.published, _SLICE)
+            wait, connect = self._advance(stream, sockets), sockets.connect_seconds
+            fresh = [] if connect else stream.batches_after(sockets.published, _SLICE)
             replays, pinned = sockets.next_batches(), stream.pinned
         sockets.publish(fresh)
         sockets.receive_subscriptions(pinned)
+        if connect:
+            wait = min(wait, connect)
         if sockets.replaying:
             wait = min(wait, 0.0 if sockets.replay(replays) else BATCH_SECONDS)
         return wait if len(fresh) < _SLICE else 0.0

@@ -24,7 +24,7 @@ from kvserver.cache import epoch_of
 from kvserver.kv_events.ledger import Ledgers
 from kvserver.kv_events.resident import Name, ResidentChunks
 from kvserver.kv_events.types import Description, KVRemoved, KVStored, Members, Tier
-from kvserver.kv_events.wire import Form, Writer, batch
+from kvserver.kv_events.wire import Form, Groups, Writer, batch, full_attention_first
 from kvserver.protocol import KVGroup
 
 BATCH_SECONDS = 0.01
@@ -106,7 +106,7 @@ class Stream:
     def __init__(self, model_name: str, form: Form, options: StreamOptions, resident: ResidentChunks) -> None:
         self.model_name, self.form = model_name, form
         self.per_instance = "{instance}" in options.topic
-        self.groups: tuple[KVGroup, ...] = ()
+        self.groups: Groups = ()
         self.views: dict[str, View] = {}  # by instance_id; the only one has ""
         self.buffer: deque[Batch] = deque()
         self.buffered_bytes = 0
@@ -123,7 +123,9 @@ class Stream:
 
     def reader_connected(self, instance_id: str, prefix: bytes, groups: tuple[KVGroup, ...]) -> None:
         if not self.announced_blocks:
-            self.groups = groups  # not while blocks are announced: BlockRemoved must name the groups of BlockStored
+            # Not while blocks are announced: BlockRemoved must name the groups of BlockStored. A topic of one instance has
+            # that engine's numbers: a consumer may know the engine's own events by the same name.
+            self.groups = tuple(enumerate(groups)) if self.per_instance else full_attention_first(groups)
         self._readers[instance_id] = prefix
         view = self._view(instance_id if self.per_instance else "")
         if self.per_instance:

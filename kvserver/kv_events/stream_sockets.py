@@ -3,6 +3,9 @@
 Nothing here waits. A batch that does not fit into a subscriber's queue is dropped for that subscriber, and a replay
 continues in slices while its reader's queue has space.
 
+A subscriber that waits for the address connects some time after the bind. So the first batches wait for a subscriber, at
+most MOST_CONNECT_SECONDS, and CONNECT_SECONDS at least, for others. Later batches wait for nothing.
+
 A new subscriber receives the stream's first batch, AllBlocksCleared, alone: a subscriber that knew an earlier daemon
 must forget the blocks of that daemon.
 
@@ -32,6 +35,8 @@ _MOST_REQUEST_BYTES = 4096  # of a subscription or a replay request; a longer on
 _SLICE = 16  # batches replayed, or messages received, in one turn
 _STUCK_SECONDS = 30.0  # without progress; then the replay ends
 RETRY_SECONDS = 5.0
+CONNECT_SECONDS = 0.5  # libzmq tries again after 0.1 to 0.2 s by default,
+MOST_CONNECT_SECONDS = 6.0  # Dynamo 1.6.1 after 5.1 s at most
 _END = (-1).to_bytes(8, "big", signed=True)
 
 
@@ -70,7 +75,7 @@ class StreamSockets:
         self._router: zmq.Socket[bytes] | None = None
         self._files: list[tuple[zmq.Socket[bytes], SocketFile]] = []
         self._gates: list[ListenGate] = []
-        self._retry_at = 0.0
+        self._retry_at = self._bound_at = 0.0
         self._replays: dict[bytes, _Replay] = {}
         self.endpoint = self.replay_endpoint = ""
         self.state = "starting"
@@ -105,6 +110,7 @@ class StreamSockets:
             self._cannot_bind(url, error)
             return []
         self._pub, self._router = made[0], made[1] if made[1:] else None
+        self._bound_at = time.monotonic()
         self.endpoint, *replay = [socket.getsockopt_string(zmq.LAST_ENDPOINT) for socket in made]
         self.replay_endpoint = "".join(replay)
         self.state = "bound"
@@ -162,6 +168,12 @@ class StreamSockets:
 
     # ---- publishing -----------------------------------------------------------------------------
 
+    @property
+    def connect_seconds(self) -> float:
+        """Seconds for which batches are kept, so that subscribers can connect; fewer once there is one."""
+        wait = CONNECT_SECONDS if self.subscriptions else MOST_CONNECT_SECONDS
+        return max(0.0, self._bound_at + wait - time.monotonic())
+
     def publish(self, batches: list[Batch]) -> None:
         for each in batches:
             for topic, payload in each.messages:
@@ -180,7 +192,8 @@ class StreamSockets:
             if notice[:1] == b"\1":
                 self.subscriptions += 1
                 self._pub.setsockopt(zmq.SUBSCRIBE, prefix)
-                self._greet(prefix, pinned)
+                if self.published >= pinned.sequence:  # else the first batch is still to be published, to all
+                    self._greet(prefix, pinned)
             elif notice[:1] == b"\0":
                 self.subscriptions -= 1
                 self._pub.setsockopt(zmq.UNSUBSCRIBE, prefix)

@@ -1,14 +1,18 @@
 """Encodes KV events as vLLM 0.32 does (vllm/distributed/kv_events.py), for consumers of vLLM's events.
 
 An event is a msgpack map, or an array with the tag first as until vLLM 0.25. A batch is an array in both formats.
+Maps have no field that vLLM has not: vllm-router 0.1.17 drops a batch with one.
 
-Owns: the structs, and the form of hashes. Refuses to know: sequences, topics, subscribers.
+`locality` of L1 is LOCAL; a folder of L2 may be on a network, so its events state none. `ownership` is never set:
+Dynamo 1.6.1 drops each event that has it.
+
+Owns: the structs, the numbers of KV cache groups, and the form of hashes. Refuses to know: sequences, topics, subscribers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
@@ -19,11 +23,15 @@ from kvserver.protocol import KVGroup
 Form = Literal[
     "bytes", "int", "hex"
 ]  # of a hash: whole; the last 8 bytes as an unsigned big-endian integer; whole, in hexadecimal for JSON
+Groups: TypeAlias = tuple[
+    tuple[int, KVGroup], ...
+]  # the engine's KV cache groups, with the number that events give each
+_MAIN_KINDS = ("full_attention", "mla_attention", "sink_full_attention")
 _EXTRA_KEYS = msgspec.msgpack.Decoder(list[list[Any] | None])
 _encoder = msgspec.msgpack.Encoder()
 
 
-class BlockStored(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=False):
+class _Stored(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=False):
     block_hashes: list[Any]
     parent_block_hash: Any
     token_ids: list[int]
@@ -37,7 +45,7 @@ class BlockStored(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=Fals
     kv_cache_spec_sliding_window: int | None = None
 
 
-class BlockRemoved(msgspec.Struct, tag="BlockRemoved", omit_defaults=True, gc=False):
+class _Removed(msgspec.Struct, tag="BlockRemoved", omit_defaults=True, gc=False):
     block_hashes: list[Any]
     medium: str
     group_idx: int | None = None
@@ -47,11 +55,20 @@ class AllBlocksCleared(msgspec.Struct, tag="AllBlocksCleared"):
     pass
 
 
-class _StoredArray(BlockStored, array_like=True):
+class BlockStored(_Stored):
+    locality: str | None = None
+
+
+class BlockRemoved(_Removed):
+    locality: str | None = None
+
+
+# As vLLM 0.25 has them: consumers count their fields.
+class _StoredArray(_Stored, array_like=True):
     pass
 
 
-class _RemovedArray(BlockRemoved, array_like=True):
+class _RemovedArray(_Removed, array_like=True):
     pass
 
 
@@ -69,10 +86,10 @@ def stored_events(
     chunk: Description,
     run: Run,
     tier: Tier,
-    groups: tuple[KVGroup, ...],
+    groups: Groups,
     form: Form,
-    kind: type[BlockStored] = BlockStored,
-) -> Iterator[BlockStored]:
+    kind: type[_Stored] = BlockStored,
+) -> Iterator[_Stored]:
     """One event for each KV cache group that has the blocks. `run`: the chunk's blocks that the event names."""
     first, last = run
     hashes = _hashes(chunk.hashes, chunk.hash_bytes, form)
@@ -92,6 +109,7 @@ def stored_events(
             group_idx=index,
             kv_cache_spec_kind=group.kind if group is not None else None,
             kv_cache_spec_sliding_window=group.window if group is not None else None,
+            **_locality(kind, tier),
         )
 
 
@@ -100,29 +118,42 @@ class Writer:
 
     def __init__(self, form: Form, arrays: bool) -> None:
         self._form = form
-        self._stored = _StoredArray if arrays else BlockStored
-        self._removed = _RemovedArray if arrays else BlockRemoved
+        self._stored: type[_Stored] = _StoredArray if arrays else BlockStored
+        self._removed: type[_Removed] = _RemovedArray if arrays else BlockRemoved
         self.cleared = _encoder.encode(_ClearedArray() if arrays else AllBlocksCleared())
 
-    def stored(self, chunk: Description, run: Run, tier: Tier, groups: tuple[KVGroup, ...]) -> list[bytes]:
+    def stored(self, chunk: Description, run: Run, tier: Tier, groups: Groups) -> list[bytes]:
         return [_encoder.encode(event) for event in stored_events(chunk, run, tier, groups, self._form, self._stored)]
 
-    def removed(
-        self, hashes: bytes, hash_bytes: int, tier: Tier, groups: tuple[KVGroup, ...], members: Members = ()
-    ) -> list[bytes]:
+    def removed(self, hashes: bytes, hash_bytes: int, tier: Tier, groups: Groups, members: Members = ()) -> list[bytes]:
         named = _hashes(hashes, hash_bytes, self._form)
-        return [_encoder.encode(self._removed(named, tier.value, index)) for index, _ in numbered(groups, members)]
+        kind, locality = self._removed, _locality(self._removed, tier)
+        return [_encoder.encode(kind(named, tier.value, index, **locality)) for index, _ in numbered(groups, members)]
 
 
 def batch(time: float, events: list[bytes], rank: int) -> bytes:
     return _encoder.encode(_Batch(time, [msgspec.Raw(event) for event in events], rank))
 
 
-def numbered(groups: tuple[KVGroup, ...], members: Members) -> Sequence[tuple[int | None, KVGroup | None]]:
+def full_attention_first(groups: tuple[KVGroup, ...]) -> Groups:
+    """Groups numbered from 0, those of full attention first.
+
+    vllm-router 0.1.17 reads group 0 alone. Dynamo 1.6.1 takes a removal in a group 0 that it does not know for one of
+    full attention.
+    """
+    order = sorted(range(len(groups)), key=lambda index: groups[index].kind not in _MAIN_KINDS)
+    return tuple((order.index(index), group) for index, group in enumerate(groups))
+
+
+def numbered(groups: Groups, members: Members) -> Sequence[tuple[int | None, KVGroup | None]]:
     """The KV cache groups `members` and what is known of each; all `groups` if there are no members."""
     if members:
-        return [(index, groups[index] if index < len(groups) else None) for index in members]
-    return [*enumerate(groups)] or [(None, None)]
+        return [groups[index] if index < len(groups) else (index, None) for index in members]
+    return groups or [(None, None)]
+
+
+def _locality(kind: type[msgspec.Struct], tier: Tier) -> dict[str, str]:
+    return {"locality": "LOCAL"} if tier is Tier.L1 and "locality" in kind.__struct_fields__ else {}
 
 
 def _hashes(packed: bytes, hash_bytes: int, form: Form) -> list[Any]:

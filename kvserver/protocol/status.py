@@ -75,7 +75,7 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
 
 
 class RequestCounts(Struct):
-    """What an instance requested and got. Tokens count only whole chunks. The daemon counts in such a struct; a status has a copy."""
+    """What an instance requested and got. Tokens are those of whole chunks, and of single blocks that were found behind them. The daemon counts in such a struct; a status has a copy."""
 
     lookups: int = 0
     hits: int = 0
@@ -89,6 +89,7 @@ class RequestCounts(Struct):
         0  # lookups for which nothing was read from L2, since that was expected to take longer than to compute
     )
     fills_slower: int = 0  # fills that took longer than expected
+    fill_seconds: float = 0.0  # from a fill's plan to its end
     stored_chunks: int = 0
     loaded_chunks: int = 0
     stored_bytes: int = 0
@@ -225,6 +226,7 @@ class TotalsStatus(Struct, frozen=True, kw_only=True):
     prompt_tokens: dict[str, int] = {}  # by source
     errors: int = 0
     undelivered_replies: int = 0
+    fill_seconds: float = 0.0  # that requests waited for reads from L2
 
 
 class AccountingStatus(Struct, frozen=True, kw_only=True):
@@ -344,7 +346,7 @@ class WhatIfSize(Struct, frozen=True, kw_only=True):
 
 
 class WhatIfStatus(Struct, frozen=True, kw_only=True):
-    """Tokens of lookups that an L1 of other sizes, which evicts by `policy`, would have found."""
+    """Tokens of lookups that L1 alone, of other sizes and evicting by `policy`, would have found; beside them what L2 gave."""
 
     policy: str = "lru"
     looked_up_tokens: int = 0
@@ -355,6 +357,9 @@ class WhatIfStatus(Struct, frozen=True, kw_only=True):
     sample_rate: float = 1.0  # of the chunks used longest ago
     memory_bytes: int = 0
     sketch: str = ""  # base64: HyperLogLog of the chunks looked up
+    l2_tokens: int = 0  # that engines loaded after reads from L2 for their request; no hit of L1
+    fill_seconds: float = 0.0  # that requests waited for these reads
+    advice: str = ""  # on the size of L1, beside what L2 gives
 
 
 class DaemonStatus(Struct, frozen=True, kw_only=True):

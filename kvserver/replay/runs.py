@@ -17,11 +17,12 @@ _SHARES = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8)  # of the distinct blocks
 
 
 class SizeResult(msgspec.Struct, frozen=True):
-    """`blocks`: the capacity; 0: unlimited. `hit_rate`: the share of all prompt blocks found as an unbroken prefix."""
+    """`blocks`: the capacity; 0: unlimited. `hit_rate`: the share of all prompt blocks found as an unbroken prefix, and of tokens."""
 
     policy: str
     blocks: int
     hit_rate: float
+    token_hit_rate: float = 0.0
 
 
 def default_sizes(trace: Trace) -> list[int]:
@@ -40,13 +41,24 @@ def replay_sizes(
     sizes: Sequence[int],
     policies: Sequence[str],
     progress: Callable[[str, int, int, int], None] = lambda policy, blocks, requests, of: None,
+    warm_up: float = 0.0,
 ) -> Iterator[SizeResult]:
-    """One result for each size of each policy, each as soon as it is known. `progress` is called after each request."""
+    """One result for each size of each policy, each as soon as it is known. `progress` is called after each request.
+
+    `warm_up`: the share of the requests, from the first one on, that fill the cache and are not counted.
+    """
+    first = int(warm_up * len(trace.requests))
+    counted = trace.requests[first:]
+    all_blocks = max(1, sum(request.blocks for request in counted))
+    all_tokens = max(1, sum(request.tokens for request in counted))
     for policy in policies:
         for blocks in sizes:
             l1 = BareL1(capacity(blocks, trace), policy)
-            hits = 0
-            for number, request in enumerate(trace.requests, 1):
-                hits += l1.serve(request.keys, request.seconds).l1
-                progress(policy, blocks, number, len(trace.requests))
-            yield SizeResult(policy, blocks, hits / trace.blocks if trace.blocks else 0.0)
+            hits = hit_tokens = 0
+            for number, request in enumerate(trace.requests):
+                found = l1.serve(request.keys, request.seconds).l1
+                if number >= first:
+                    hits += found
+                    hit_tokens += min(found * trace.block_tokens, request.tokens)
+                progress(policy, blocks, number + 1, len(trace.requests))
+            yield SizeResult(policy, blocks, hits / all_blocks, hit_tokens / all_tokens)

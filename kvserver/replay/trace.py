@@ -1,8 +1,8 @@
 """Request traces as Mooncake publishes them: a JSON object a line, one for each request.
 
 `timestamp` is in milliseconds, `input_length` and `output_length` are in tokens, `hash_ids` has an id for each block of the prompt; equal ids
-are equal prefixes up to there. `lost`, which kvserver's recordings have,
-counts requests that are missing before the line. Other fields are ignored.
+are equal prefixes up to there. kvserver's recordings have two more fields: `chunk_tokens`, the tokens of a block, and `lost`, which counts
+requests that are missing before the line. Other fields are ignored.
 
 Owns: what a good line is, and the keys that ids become. Refuses to know: caches.
 """
@@ -30,6 +30,7 @@ class _Line(msgspec.Struct):
     output_length: _Count
     hash_ids: list[_Count]
     lost: _Count = 0
+    chunk_tokens: _Count = 0
 
 
 class TracePrompt(NamedTuple):
@@ -37,6 +38,7 @@ class TracePrompt(NamedTuple):
 
     seconds: float
     keys: bytes
+    tokens: int = 0
 
     @property
     def blocks(self) -> int:
@@ -49,6 +51,7 @@ class Trace(NamedTuple):
     distinct_blocks: int
     most_blocks: int  # of one prompt
     lost: int  # requests that the recording lost
+    block_tokens: int = 0  # as the lines state it, or the most that a prompt has for each of its blocks
 
 
 def read_trace(lines: Iterable[bytes], name: str, progress: Callable[[int], None] = lambda requests: None) -> Trace:
@@ -59,7 +62,7 @@ def read_trace(lines: Iterable[bytes], name: str, progress: Callable[[int], None
     decoder = msgspec.json.Decoder(_Line)
     requests: list[TracePrompt] = []
     distinct: set[int] = set()
-    blocks, most, lost, first, now = 0, 0, 0, 0.0, 0.0
+    blocks, most, lost, block_tokens, first, now = 0, 0, 0, 0, 0.0, 0.0
     for number, text in enumerate(lines, 1):
         if not text.strip():
             continue
@@ -71,7 +74,9 @@ def read_trace(lines: Iterable[bytes], name: str, progress: Callable[[int], None
         if not requests:
             first = line.timestamp
         now = max(now, line.timestamp - first)
-        requests.append(TracePrompt(now / 1000, keys))
+        requests.append(TracePrompt(now / 1000, keys, line.input_length))
+        if line.hash_ids:
+            block_tokens = max(block_tokens, line.chunk_tokens or -(-line.input_length // len(line.hash_ids)))
         distinct.update(line.hash_ids)
         blocks += len(line.hash_ids)
         most = max(most, len(line.hash_ids))
@@ -79,4 +84,4 @@ def read_trace(lines: Iterable[bytes], name: str, progress: Callable[[int], None
         progress(len(requests))
     if not requests:
         raise TraceError(f"{name}: no request is in it")
-    return Trace(requests, blocks, len(distinct), most, lost)
+    return Trace(requests, blocks, len(distinct), most, lost, block_tokens)

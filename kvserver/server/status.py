@@ -66,6 +66,7 @@ def totals_status(instances: Instances, rpc: Rpc) -> TotalsStatus:
         prompt_tokens=totals.benefit.prompt_tokens,
         errors=rpc.faults,
         undelivered_replies=rpc.undelivered,
+        fill_seconds=round(totals.fill_seconds, 6),
     )
 
 

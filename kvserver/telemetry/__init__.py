@@ -14,4 +14,5 @@ from kvserver.telemetry.families import Family, Kind, Metric, families_of
 from kvserver.telemetry.metrics import all_families
 from kvserver.telemetry.resident_ages import ResidentAges
 from kvserver.telemetry.rpc_counts import LOOP, UNREADABLE, Rpc, RpcCounts
+from kvserver.telemetry.sizing import with_l2
 from kvserver.telemetry.what_if import WhatIfCurve, merge_what_if

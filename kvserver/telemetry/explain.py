@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -32,7 +33,7 @@ from kvserver.events import (
     RequestEnded,
     Subscriber,
 )
-from kvserver.protocol import KEY_BYTES
+from kvserver.protocol import KEY_BYTES, chunk_tokens_for
 from kvserver.protocol.status import ExplainStatus
 from kvserver.telemetry.differences import Difference, Differences
 from kvserver.telemetry.explain_facts import MOST_RANKS, Facts, RankLoad, Request, facts_of
@@ -49,6 +50,14 @@ _EVICTED_BYTES = 300  # of one event, beside its keys
 _SAMPLE = re.compile(r"\d+_")
 _KIND = re.compile(r"(?:generate-tokens|generative-scoring|[a-z]+)[-_]")
 _ADDED = re.compile(r"(?:[-_]\d+)?(?:-[0-9a-f]{8})?")
+
+
+class _Stored(NamedTuple):
+    """What an engine stores, in tokens; 0 if that is not known."""
+
+    chunk_tokens: int = 0
+    block_tokens: int = 0  # the fewest that it could
+    tails: bool = False
 
 
 class Explain(Subscriber):
@@ -82,7 +91,7 @@ class Explain(Subscriber):
         self._evicted: deque[ChunksEvicted] = deque()
         self._evicted_bytes = 0
         self._differences = Differences()
-        self._chunk_tokens: dict[str, int] = {}  # by instance
+        self._stored: dict[str, _Stored] = {}  # by instance
 
     # ---- from any thread ----------------------------------------------------------------------
 
@@ -173,7 +182,8 @@ class Explain(Subscriber):
                     self._chunks_evicted(event)
                 case NamespaceFormed():
                     first = event.ranks[0]
-                    self._chunk_tokens[event.instance_id] = first.chunk_tokens
+                    least = chunk_tokens_for(1, first.object_groups)
+                    self._stored[event.instance_id] = _Stored(first.chunk_tokens, least, first.tails)
                     self._differences.formed(event)
                 case InstanceDisconnected():
                     self._instance_disconnected(event)
@@ -210,13 +220,9 @@ class Explain(Subscriber):
         request = self._open(event)
         if request is None:
             request = self._remember(event, event.time_ns)
-            request.chunk_tokens = self._chunk_tokens.get(event.instance_id, 0)
         request.ended = replace(event, request_id=request.request_id, not_loaded=event.not_loaded[:LONGEST_REASON])
-        if event.filled_tokens and (lookup := request.lookup) is not None:
-            # Of a whole prompt all tokens but the last one are loaded.
-            reached = (event.local_tokens + event.loaded_tokens + 1) // lookup.chunk_tokens
-            boundary = min(lookup.outcome.chunks, max(lookup.outcome.hit_chunks, reached))
-            request.lookup = replace(lookup, outcome=filled_to(lookup.outcome, boundary))
+        if event.filled_tokens and request.lookup is not None:
+            request.lookup = _after_fill(request.lookup, event.local_tokens + event.loaded_tokens)
 
     def _chunks_evicted(self, event: ChunksEvicted) -> None:
         self._evicted.append(event)
@@ -225,7 +231,7 @@ class Explain(Subscriber):
             self._evicted_bytes -= _EVICTED_BYTES + len(self._evicted.popleft().keys)
 
     def _instance_disconnected(self, event: InstanceDisconnected) -> None:
-        self._chunk_tokens.pop(event.instance_id, None)
+        self._stored.pop(event.instance_id, None)
         for request in self._ring:
             if request.instance_id == event.instance_id and request.ended is None:
                 request.departure = request.departure or ("died" if event.died else "left")
@@ -237,6 +243,7 @@ class Explain(Subscriber):
 
     def _remember(self, event: LookupEnded | RequestEnded, began_ns: int) -> Request:
         request = Request(event.instance_id, event.model_name, event.request_id, began_ns)
+        request.chunk_tokens, request.block_tokens, request.tails = self._stored.get(event.instance_id, _Stored())
         self._ring.append(request)
         self._newest[request.instance_id, request.request_id] = request
         self._grow(request, _REQUEST_BYTES + sys.getsizeof(event.request_id))
@@ -250,6 +257,16 @@ class Explain(Subscriber):
             self._bytes -= oldest.bytes
             if self._newest.get((oldest.instance_id, oldest.request_id)) is oldest:
                 del self._newest[oldest.instance_id, oldest.request_id]
+
+
+def _after_fill(lookup: LookupEnded, had: int) -> LookupEnded:
+    """The lookup as its fill changed it. `had`: the engine's own tokens and the loaded ones, of a whole prompt all but the last."""
+    outcome, block = lookup.outcome, max(1, lookup.block_tokens)
+    boundary = min(outcome.chunks, max(outcome.hit_chunks, (had + 1) // lookup.chunk_tokens))
+    blocks = -(-max(0, had - boundary * lookup.chunk_tokens) // block)  # behind the last chunk they are looked up again
+    return replace(
+        lookup, outcome=replace(filled_to(outcome, boundary), tail_blocks=blocks, tail_tokens=blocks * block)
+    )
 
 
 def _evicted_before(request: Request, evicted: Sequence[ChunksEvicted]) -> float | None:

@@ -8,6 +8,8 @@ while the engine has not reported the request's end, or where its adapter is too
 copied and `l0` is None. `avoidable` counts the computed tokens that were in L1, are in L1 for
 others or had been there: all that were looked up and missed but those never stored, and those found and not loaded; never
 the prompt's last one, which engines compute in any case.
+
+An engine may be wrong about its prompt, and a preempted request looks up its answer, too: what was looked up counts up to the prompt's end.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from kvserver.telemetry.differences import Difference
 
 MOST_RANKS = 64  # whose loads are listed for one request
 OUTCOMES = {
-    "hit": "all that whole chunks could give was in the engine's own memory or was loaded",
+    "hit": "every whole chunk was in the engine's own memory or was loaded",
     "partial": "a part of the chunks was",
     "miss": "none was",
     "load_failed": "a load of what was found failed",
@@ -33,12 +35,13 @@ OUTCOMES = {
     "instance_left": "the engine unregistered before it reported the request's end",
 }
 _DONE = "done"
+_NEW = (MissReason.NEVER_STORED.value, MissReason.PARTIAL_CHUNK.value)  # reasons of tokens that L1 never had
 _SHORT = 16  # of a namespace in hex
 
 
 class Tokens(TypedDict):
     prompt: int
-    looked_up: int  # whole chunks only
+    looked_up: int  # whole chunks, and the single blocks that were found behind the last one
     found: int  # in L1, or read from L2 in time, from the first on without a hole
     l0: int | None  # that the engine had itself
     l1: int
@@ -90,6 +93,8 @@ class Facts(TypedDict):
     waits: Waits
     loads: list[Load]
     unlisted_loads: int
+    block_tokens: int  # the fewest that the engine could store; 0 if that is not known
+    tails: bool  # it stores single blocks behind the last whole chunk
 
 
 @dataclass(slots=True)
@@ -113,6 +118,7 @@ class RankLoad:
 
     def shown(self) -> Load:
         copy = min(self.copy_nanos, self.nanos)
+        assert 0 <= copy <= self.nanos, f"{copy} of {self.nanos} ns"
         return Load(
             rank=self.rank,
             loads=self.began,
@@ -139,18 +145,16 @@ class Request:
     ended: RequestEnded | None = None
     departure: str = ""  # how its instance disconnected while the request ran: "died" or "left"
     chunk_tokens: int = 0
+    block_tokens: int = 0  # the fewest that the engine could store; 0 if that is not known
+    tails: bool = False
 
     @property
     def missing(self) -> tuple[int, MissReason] | None:
         """Number of the first missing chunk, and its reason."""
-        lookup = self.lookup
-        if lookup is None:
-            short = self.ended is not None and 0 < self.ended.prompt_tokens < self.chunk_tokens
-            return (0, MissReason.PARTIAL_CHUNK) if short else None
-        if lookup.outcome.missed:
-            return lookup.outcome.hit_chunks, lookup.outcome.missed[0][0]
-        beyond = self.prompt_tokens > lookup.tokens  # the blocks that were found are among them
-        return (lookup.outcome.chunks, MissReason.PARTIAL_CHUNK) if beyond else None
+        reason = next(iter(self.missed_tokens()), None)
+        if reason is None:
+            return None
+        return self.lookup.hit_tokens // self.chunk_tokens if self.lookup is not None else 0, MissReason(reason)
 
     @property
     def prompt_tokens(self) -> int:
@@ -167,33 +171,43 @@ class Request:
         return next(codes, "failed" if reported else "")
 
     def missed_tokens(self) -> dict[str, int]:
-        lookup = self.lookup
+        """By reason, that of the first missing token first: with what was found, the whole prompt."""
+        lookup, prompt = self.lookup, self.prompt_tokens
         if lookup is None:
-            return {MissReason.PARTIAL_CHUNK.value: self.prompt_tokens} if self.missing else {}
-        missed = lookup.outcome.missed_tokens(lookup.chunk_tokens, self.prompt_tokens)
-        return {reason.value: tokens for reason, tokens in missed.items()}
+            least = self.block_tokens if self.tails else self.chunk_tokens
+            return {MissReason.PARTIAL_CHUNK.value: prompt} if 0 < prompt < least else {}
+        left = prompt - min(lookup.hit_tokens, prompt)
+        missed = {}
+        for reason, tokens in lookup.outcome.missed_tokens(lookup.chunk_tokens, prompt).items():
+            if within := min(tokens, left):
+                missed[reason.value] = within
+                left -= within
+        assert left == 0, f"{missed} of {prompt}, {left} left"
+        return missed
 
     def tokens(self) -> Tokens:
         lookup, ended, prompt = self.lookup, self.ended, self.prompt_tokens
-        looked_up = lookup.tokens if lookup is not None else 0
-        found = lookup.hit_tokens if lookup is not None else 0
+        looked_up = min(lookup.tokens, prompt) if lookup is not None else 0
+        found = min(lookup.hit_tokens, prompt) if lookup is not None else 0
         if ended is not None and ended.prompt_tokens:
             l0: int | None = ended.local_tokens
             l2 = min(ended.filled_tokens, ended.loaded_tokens)
             l1 = ended.loaded_tokens - l2
             had = ended.local_tokens + ended.loaded_tokens
-            computed: int | None = max(0, prompt - had)
+            computed: int | None = prompt - had
         else:
             l0, l2, computed = None, 0, None
-            l1 = had = max((load.chunks for load in tuple(self.loads.values())), default=0) * self.chunk_tokens
-        never = dict(lookup.outcome.missed).get(MissReason.NEVER_STORED, 0) if lookup is not None else 0
-        missed = max(0, looked_up - max(found, l0 or 0))
-        avoidable = min(missed, looked_up - found - never * self.chunk_tokens)
+            copied = max((load.chunks for load in tuple(self.loads.values())), default=0) * self.chunk_tokens
+            l1 = had = min(copied, prompt)
+        stored_once = sum(tokens for reason, tokens in self.missed_tokens().items() if reason not in _NEW)
+        avoidable = min(stored_once, max(0, looked_up - max(found, l0 or 0)))
         if computed is not None:
             avoidable = min(max(0, computed - 1), avoidable + max(0, min(found, prompt - 1) - had))
-        return Tokens(
+        tokens = Tokens(
             prompt=prompt, looked_up=looked_up, found=found, l0=l0, l1=l1, l2=l2, computed=computed, avoidable=avoidable
         )
+        _check(tokens)
+        return tokens
 
     def outcome(self, tokens: Tokens) -> str:
         """One of OUTCOMES."""
@@ -217,15 +231,28 @@ class Request:
         return "partial" if had else "miss"
 
 
+def _check(tokens: Tokens) -> None:
+    """Assert 0 <= part <= whole of each count. REQUIRES: what RequestEnded promises of the engine's tokens."""
+    prompt, l0, computed = tokens["prompt"], tokens["l0"], tokens["computed"]
+    assert 0 <= tokens["found"] <= tokens["looked_up"] <= prompt, tokens
+    assert min(l0 or 0, tokens["l1"], tokens["l2"], computed or 0) >= 0, tokens
+    had = (l0 or 0) + tokens["l1"] + tokens["l2"]
+    assert had <= prompt if computed is None else had + computed == prompt, tokens
+    assert 0 <= tokens["avoidable"] <= (prompt if computed is None else computed), tokens
+
+
 def facts_of(
     request: Request, now_ns: int, evicted_before: float | None = None, differs: Difference | None = None
 ) -> Facts:
     """`evicted_before`: how long before its lookup the first missing chunk was evicted."""
-    tokens, lookup, waited = request.tokens(), request.lookup, request.load_began_ns - request.began_ns
+    tokens, lookup = request.tokens(), request.lookup
+    waited = max(0, request.load_began_ns - request.began_ns)  # of a request that was known by its end alone, 0
     first_missing = None
     if request.missing is not None:
         chunk, reason = request.missing
-        token = chunk * request.chunk_tokens + (lookup.outcome.tail_tokens if lookup is not None else 0)
+        token = tokens["found"]
+        assert 0 <= token < tokens["prompt"], tokens
+        assert evicted_before is None or evicted_before >= 0, evicted_before
         first_missing = Missing(chunk=chunk, token=token, reason=reason.value, evicted_seconds_before=evicted_before)
     slowest = max(request.loads.values(), key=lambda load: load.nanos, default=None)
     timed = slowest.shown() if slowest is not None and slowest.nanos else None
@@ -253,4 +280,6 @@ def facts_of(
         ),
         loads=[load.shown() for _, load in sorted(request.loads.items())],
         unlisted_loads=request.unlisted_loads,
+        block_tokens=request.block_tokens,
+        tails=request.tails,
     )

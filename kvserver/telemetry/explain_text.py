@@ -28,7 +28,8 @@ _ADVICE = {
     MissReason.NEVER_STORED: "If the prompt was computed here before, compare its tokens from the first missing one on: a time, a name or"
     " an id early in a prompt changes all chunks after it. A restart of the daemon and POST /cache/clear empty L1; engines whose block"
     " hashes start differently (xxhash without one PYTHONHASHSEED for all) share nothing.",
-    MissReason.PARTIAL_CHUNK: "Only whole chunks are stored: a smaller --chunk-tokens leaves fewer tokens over.",
+    MissReason.PARTIAL_CHUNK: "Only whole chunks are stored for this engine. --tails on stores the blocks behind them, of models with full"
+    " attention alone; a smaller --chunk-tokens leaves fewer tokens over.",
 }
 _FAILURES = {
     "late": "The load's deadline had passed before it began: copies wait for each other. More --copy-threads, or a longer"
@@ -59,8 +60,8 @@ _WHY_NOT_LOADED = (
     " vllm:kvserver_lookup_timeouts_total."
 )
 _NO_LOOKUP = (
-    "The engine does not look up prompts shorter than a chunk, prompts that it must compute whole (prompt logprobs), and none while"
-    " its breaker is open; a lookup may also have been forgotten, or lost when the events' queue was full (/status, events.dropped)."
+    "The engine does not look up prompts that it must compute whole (prompt logprobs), and none while its breaker is open; a lookup"
+    " may also have been forgotten, or lost when the events' queue was full (/status, events.dropped)."
 )
 
 
@@ -118,7 +119,11 @@ def _missing(facts: Facts) -> str:
             return f"{chunk} was never stored here, or was cleared, or evicted long ago"
         case MissReason.PARTIAL_CHUNK:
             left = facts["missed_tokens"][MissReason.PARTIAL_CHUNK.value]
-            return f"the last {left:,} tokens are no whole chunk of {facts['chunk_tokens']:,}"
+            if not facts["tails"]:
+                return f"the last {left:,} tokens are no whole chunk of {facts['chunk_tokens']:,}"
+            if left < facts["block_tokens"]:
+                return f"the last {left:,} tokens are no whole block of {facts['block_tokens']:,}"
+            return f"the blocks of the last {left:,} tokens, behind the last whole chunk, were never stored here, or have left L1"
 
 
 def _differing(facts: Facts) -> str:
@@ -131,17 +136,49 @@ def _differing(facts: Facts) -> str:
 
 
 def advice(facts: Facts) -> list[str]:
-    """What to do, of the outcome first, then for each reason why tokens were missed, most tokens first."""
+    """What to do, of the outcome first, then for each reason why tokens were missed, most tokens first.
+
+    Each states how many of the request's tokens it would have saved at most. What would have saved none is left out, but for a load
+    that failed: it cost time.
+    """
     found = []
     match facts["outcome"]:
         case "load_failed":
-            found.append(_FAILURES.get(facts["failure"], _FAILED))
+            found.append(_saving(_FAILURES.get(facts["failure"], _FAILED), _not_loaded(facts)))
         case "not_loaded":
-            found.append(_NOT_LOADED.get(facts["not_loaded"], _WHY_NOT_LOADED))
-        case "no_lookup":
+            found.append(_saving(_NOT_LOADED.get(facts["not_loaded"], _WHY_NOT_LOADED), _not_loaded(facts)))
+        case "no_lookup" if facts["missing"] is None:
             found.append(_NOT_LOADED.get(facts["not_loaded"], _NO_LOOKUP))
-    missed = sorted(facts["missed_tokens"].items(), key=lambda item: -item[1])
-    return [*found, *(_ADVICE[MissReason(reason)] for reason, _ in missed)]
+    saved = [
+        (MissReason(reason), _saved(facts, MissReason(reason), missed))
+        for reason, missed in facts["missed_tokens"].items()
+    ]
+    saved.sort(key=lambda item: -item[1])
+    return [*found, *(_saving(_ADVICE[reason], tokens) for reason, tokens in saved if tokens)]
+
+
+def _saving(text: str, tokens: int) -> str:
+    return f"{text} At most {tokens:,} of this request's tokens would have been saved." if tokens else text
+
+
+def _computed(facts: Facts) -> int:
+    """Tokens that need not have been computed: never the prompt's last one."""
+    tokens = facts["tokens"]
+    return max(0, (tokens["prompt"] if tokens["computed"] is None else tokens["computed"]) - 1)
+
+
+def _not_loaded(facts: Facts) -> int:
+    tokens = facts["tokens"]
+    had = (tokens["l0"] or 0) + tokens["l1"] + tokens["l2"]
+    return min(_computed(facts), max(0, tokens["found"] - had))
+
+
+def _saved(facts: Facts, reason: MissReason, missed: int) -> int:
+    if reason is MissReason.PARTIAL_CHUNK:
+        # Behind a chunk that was missed no block is found. Single blocks are as small as what is stored can be.
+        alone = len(facts["missed_tokens"]) == 1 and not facts["tails"] and facts["block_tokens"]
+        missed = missed // facts["block_tokens"] * facts["block_tokens"] if alone else 0
+    return min(_computed(facts), missed)
 
 
 def _seconds(seconds: float) -> str:

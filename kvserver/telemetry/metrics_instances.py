@@ -15,7 +15,7 @@ _MOST_REASON = 200  # characters of a text that an engine wrote
 _INSTANCE = ("instance_id", "model_name")
 _REQUESTS: tuple[Metric[RequestsStatus], ...] = (
     Metric("kvserver_lookup_requests", "Lookups that the daemon answered.", Kind.COUNTER, lambda of: of.lookups),
-    Metric("kvserver_lookup_tokens", "Tokens of the whole chunks that lookups requested.", Kind.COUNTER, lambda of: of.lookup_tokens),
+    Metric("kvserver_lookup_tokens", "Tokens of the whole chunks that lookups requested, and of the single blocks found behind the last one.", Kind.COUNTER, lambda of: of.lookup_tokens),
     Metric("kvserver_lookup_hit_tokens", "Tokens of the chunks that lookups found READY.", Kind.COUNTER, lambda of: of.hit_tokens),
     Metric("kvserver_saved_prefill_tokens", "Tokens whose KV was loaded from L1 instead of computed by the engine.", Kind.COUNTER, lambda of: of.saved_tokens),
     Metric("kvserver_saved_prefill_seconds", "Time that the engine would have taken to compute the tokens loaded from L1, at the prefill speed that it reported; loading time is not subtracted.", Kind.COUNTER, lambda of: of.saved_seconds),
@@ -31,6 +31,7 @@ _REQUESTS: tuple[Metric[RequestsStatus], ...] = (
     Metric("kvserver_fills", "Lookups for which objects were read from L2 to L1.", Kind.COUNTER, lambda of: of.fills),
     Metric("kvserver_fills_not_begun", "Lookups for which nothing was read from L2, since that was expected to take longer than to compute the tokens.", Kind.COUNTER, lambda of: of.fills_not_begun),
     Metric("kvserver_fills_slower", "Fills that took longer than was expected when they began.", Kind.COUNTER, lambda of: of.fills_slower),
+    Metric("kvserver_fill_seconds", "Time that requests waited for objects to be read from L2 to L1.", Kind.COUNTER, lambda of: of.fill_seconds),
     Metric("kvserver_filled_tokens", "Tokens of chunks that became READY in L1 from L2.", Kind.COUNTER, lambda of: of.filled_tokens),
     Metric("kvserver_l1_loaded_chunks", "Chunks copied from L1 to L0, once for each rank.", Kind.COUNTER, lambda of: of.loaded_chunks),
     Metric("kvserver_engine_preemptions", "Preemptions of requests in the engine, as vLLM counts them.", Kind.COUNTER, lambda of: of.engine_preemptions),

@@ -36,6 +36,7 @@ from kvserver.events import (
 )
 from kvserver.protocol import ObjectGroup
 from kvserver.protocol.status import WhatIfSize, WhatIfStatus
+from kvserver.telemetry.sizing import with_l2
 
 SIZES = (0.25, 0.5, 1, 2, 4, 8)  # times L1
 _MOST_NAMESPACES = 1024
@@ -237,7 +238,7 @@ def merge_what_if(daemons: Sequence[WhatIfStatus]) -> WhatIfStatus:
     if chunks and sizes:
         hits = sizes[-1].would_hit_tokens + round(max(0.0, again) * looked_up / chunks)
         sizes[-1] = WhatIfSize(size=sizes[-1].size, would_hit_tokens=min(looked_up, hits))
-    return WhatIfStatus(
+    fleet = WhatIfStatus(
         looked_up_tokens=looked_up,
         sizes=sizes,
         looked_up_chunks=chunks,
@@ -246,6 +247,7 @@ def merge_what_if(daemons: Sequence[WhatIfStatus]) -> WhatIfStatus:
         memory_bytes=sum(one.memory_bytes for one in daemons),
         sketch=base64.b64encode(union).decode(),
     )
+    return with_l2(fleet, sum(one.l2_tokens for one in daemons), sum(one.fill_seconds for one in daemons))
 
 
 def distinct_chunks(registers: bytes) -> float:

@@ -367,6 +367,8 @@ class Fills:
         if fill.began:
             self._filled[fill.owner] = Filled(fill.bytes, fill.tokens, now + self._lease_seconds)
             self._filled.move_to_end(fill.owner)
+        if fill.planned_at:
+            fill.instance.counts.fill_seconds += now - fill.planned_at
         if fill.expected_seconds is not None and now - fill.planned_at > fill.expected_seconds:
             fill.instance.counts.fills_slower += 1
         try:

@@ -56,6 +56,11 @@ def test_blocks_are_published_as_vllm_publishes_its_own(stage):
     assert stage.step() == [BlockRemoved(block_hashes=event.block_hashes, medium="STORAGE", group_idx=1)]
 
 
+def test_blocks_of_l1_are_local_and_no_tier_owns_any(stage):
+    stage.deliver(chunk(5), removal(5))
+    assert [(event.locality, event.ownership) for event in stage.step()] == [("LOCAL", None)] * 2
+
+
 def test_hashes_have_the_form_of_the_engines_own(monkeypatch):
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "1")
     stage = Stage(Clock())

@@ -21,7 +21,7 @@ def test_a_failed_load_is_reported_as_this_vllm_takes_it(fails_requests):
     plan = StepPlan(loads=[LoadSpec(1, "r", "", 4, b"k" * 32, pack_blocks([5, 6, 7, 8]), 0)])
     worker.start_loads(plan)
     worker.answer_for_loads(plan)
-    assert worker.take_finished() == ({"r"}, {"r"} if fails_requests else set())
-    assert worker.take_invalid_blocks() == (set() if fails_requests else {5, 6, 7, 8})
-    assert worker.take_finished() == (set(), set())
+    assert worker.load_ends.take_finished() == ({"r"}, {"r"} if fails_requests else set())
+    assert worker.load_ends.take_invalid_blocks() == (set() if fails_requests else {5, 6, 7, 8})
+    assert worker.load_ends.take_finished() == (set(), set())
     assert not faults.counts

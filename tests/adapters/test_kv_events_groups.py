@@ -16,9 +16,11 @@ from modelless import Engine
 from msgspec.structs import replace
 from support.daemon import Daemon
 from tap import Tap
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
 from kvserver.cache import Groups
-from kvserver.protocol import KEY_BYTES, Lookup, LookupReply, ObjectGroup, Store
+from kvserver.kv_events.wire import full_attention_first
+from kvserver.protocol import KEY_BYTES, KVGroup, Lookup, LookupReply, ObjectGroup, Store
 from kvserver.protocol.client import Client
 
 MODELS = {
@@ -47,6 +49,14 @@ class HybridScene(Scene):
     def clear(self) -> None:
         super().clear()
         self._cleared = len(self.tap.received)
+
+    @property
+    def resident(self) -> set[tuple[int, Any]]:
+        """By the engine's numbers of KV cache groups; on the daemon's stream full attention has the first ones."""
+        specs = [group.kv_cache_spec for group in self.engines[0].caches.kv_cache_groups]
+        groups = full_attention_first(tuple(KVGroup(get_kv_cache_spec_kind(spec).value) for spec in specs))
+        engines = {number: index for index, (number, _) in enumerate(groups)}
+        return {(engines[number], name) for number, name in super().resident}
 
     @property
     def stores(self) -> list[Store]:

@@ -51,11 +51,13 @@ def test_its_structs_decode_every_event(published: Published) -> None:
         extra_keys=[None, ("lora", ["image", 0])],
         group_idx=0,
         kv_cache_spec_kind="full_attention",
+        locality="LOCAL",
     )
     events = [event for batch in batches for event in batch.events]
     assert events[0] == stored
     assert (events[1].medium, events[1].block_hashes) == ("STORAGE", names)
-    assert events[2] == BlockRemoved(block_hashes=names, medium="CPU", group_idx=0)
+    assert events[1].locality is None
+    assert events[2] == BlockRemoved(block_hashes=names, medium="CPU", group_idx=0, locality="LOCAL")
 
 
 def test_its_structs_decode_the_events_of_a_window_beside_full_attention() -> None:
@@ -76,7 +78,7 @@ def test_its_structs_decode_the_events_of_a_window_beside_full_attention() -> No
     spec = [(e.group_idx, e.kv_cache_spec_kind, e.kv_cache_spec_sliding_window, e.block_hashes) for e in events[:2]]
     assert spec == [(0, "full_attention", None, names), (1, "sliding_window", 32, names[2:])]
     assert events[1].parent_block_hash == names[1]
-    assert events[2] == BlockRemoved(block_hashes=names[2:], medium="CPU", group_idx=1)
+    assert events[2] == BlockRemoved(block_hashes=names[2:], medium="CPU", group_idx=1, locality="LOCAL")
 
 
 def test_integers_are_those_that_it_publishes_for_its_own_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +94,7 @@ class Example:
         self.context = zmq.Context()
         self.sub, self.replay = self.context.socket(zmq.SUB), self.context.socket(zmq.REQ)
         self.sub.connect(endpoint)
-        self.sub.setsockopt_string(zmq.SUBSCRIBE, "kv-events")
+        self.sub.setsockopt_string(zmq.SUBSCRIBE, "")
         self.replay.connect(replay_endpoint)
         self.poller = zmq.Poller()
         self.poller.register(self.replay, zmq.POLLIN)

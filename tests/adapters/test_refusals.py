@@ -12,6 +12,7 @@ import pytest
 import torch
 from kvserver.adapters.common import host_memory
 from kvserver.adapters.common.link import WORDS, Link
+from kvserver.adapters.common.load_ends import LoadEnds
 from kvserver.adapters.common.steps import StepPlan
 from kvserver.adapters.common.worker import WorkerHalf
 from kvserver.adapters.vllm import KVServerConnector, support
@@ -279,8 +280,8 @@ FAULTS = [
     (WorkerHalf, "start_loads"),
     (WorkerHalf, "start_stores"),
     (WorkerHalf, "poll"),
-    (WorkerHalf, "take_finished"),
-    (WorkerHalf, "take_invalid_blocks"),
+    (LoadEnds, "take_finished"),
+    (LoadEnds, "take_invalid_blocks"),
     (WorkerHalf, "take_report"),
 ]
 

@@ -66,7 +66,9 @@ def test_a_recording_replays_to_the_true_hit_rate(make_daemon, make_worker, tmp_
             worker = make_worker(daemon)
     (result,) = replay(path, "--blocks", str(capacity), "--policy", "lru")
     assert 0.1 < result["hit_rate"] < 0.9
-    assert result["hit_rate"] == found / looked_up  # also over restarts: each start has an empty L1, and ids of its own
+    assert (
+        result["hit_rate"] == result["token_hit_rate"] == found / looked_up
+    )  # also over restarts: each start has an empty L1, and ids of its own
 
 
 def test_status_shows_the_recording(make_daemon, make_worker, tmp_path):

@@ -198,4 +198,4 @@ def test_the_status_command_shows_it_and_its_policy(
     text = cli_status.table(msgspec.convert(daemon.status(), DaemonStatus))
     (line,) = [line for line in text.splitlines() if line.startswith("if L1 were")]
     assert "1x 33.3%, 2x 33.3%" in line
-    assert line.endswith("unlimited 33.3% of tokens looked up would be hits (estimated, by slru)")
+    assert line.endswith("unlimited 33.3% of tokens looked up would be hits in L1 alone (estimated, by slru)")

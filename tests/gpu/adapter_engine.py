@@ -130,7 +130,7 @@ class AdapterEngine:
         while self.half.counters["loaded"] + self.half.counters["store_bytes"] == before:
             assert time.monotonic() < until, (self.half.counters, self.faults.counts)
             self.half.poll(idle=True)
-        self.half.take_finished()
+        self.half.load_ends.take_finished()
         assert self.half.take_report() is None or self.half.counters["load_failures"] == 0
 
     def close(self) -> None:

@@ -101,7 +101,7 @@ class Subscribers:
 
     def connect(self) -> Subscriber:
         """It begins as one that lost its state: all that is kept is replayed."""
-        made = Subscriber(self.urls["kv_events_endpoint"], self.urls["kv_events_replay_endpoint"], "kv-events")
+        made = Subscriber(self.urls["kv_events_endpoint"], self.urls["kv_events_replay_endpoint"])
         made.last = 0
         return made
 

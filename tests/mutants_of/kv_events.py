@@ -7,6 +7,7 @@ from support.mutation import Mutant
 HUB = "kvserver/kv_events/hub.py"
 FEED = "kvserver/kv_events/feed.py"
 STREAM = "kvserver/kv_events/stream.py"
+SOCKETS = "kvserver/kv_events/stream_sockets.py"
 CONSUMERS = ("model/test_kv_events.py",)
 
 MUTANTS = (
@@ -82,10 +83,21 @@ MUTANTS = (
         STREAM, "Stream._view", "self._add(view, [self._writer.cleared], 0)\n            if",
         "self._add(view, [], 0)\n            if", CONSUMERS,
     ),
+    Mutant(
+        "routers that read group 0 alone read a window",
+        STREAM, "Stream.reader_connected", "else full_attention_first(groups)", "else tuple(enumerate(groups))",
+        ("issues/test_routers_took_a_window_for_full_attention.py",),
+    ),
+    # ---- stream_sockets.py --------------------------------------------------------------------------
+    Mutant(
+        "the first batches are published before a subscriber that waits has connected",
+        SOCKETS, "StreamSockets.connect_seconds", "if self.subscriptions else MOST_CONNECT_SECONDS", "* 0",
+        ("issues/test_a_subscriber_that_waited_for_the_daemon_missed_its_first_batches.py",),
+    ),
     # ---- descriptors --------------------------------------------------------------------------------
     Mutant(
         "readers of KV events take the daemon's last descriptors",
-        "kvserver/kv_events/stream_sockets.py", "StreamSockets.open", "self._gates.append(ListenGate(made[-1]))", "pass",
+        SOCKETS, "StreamSockets.open", "self._gates.append(ListenGate(made[-1]))", "pass",
         ("issues/test_a_daemon_without_descriptors_was_aborted.py::test_200_readers_of_kv_events_wait_while_few_descriptors_are_left",),
     ),
 )  # fmt: skip

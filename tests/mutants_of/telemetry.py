@@ -52,7 +52,7 @@ MUTANTS = (
     # ---- explain_facts.py ---------------------------------------------------------------------------
     Mutant(
         "chunks that were never stored count as avoidable",
-        "kvserver/telemetry/explain_facts.py", "Request.tokens", " - never * self.chunk_tokens", "", EXPLAIN_TESTS,
+        "kvserver/telemetry/explain_facts.py", "Request.tokens", "if reason not in _NEW", "", EXPLAIN_TESTS,
     ),
     # ---- resident_ages.py ---------------------------------------------------------------------------
     Mutant(

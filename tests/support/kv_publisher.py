@@ -40,7 +40,7 @@ class Published:
             what="a stream that is bound",
         )
 
-    def subscriber(self, topic: str = "kv-events", number: int = 0) -> Subscriber:
+    def subscriber(self, topic: str = "", number: int = 0) -> Subscriber:
         """One that is subscribed: it has the batch that greets it."""
         stream = self.stream(number)
         made = Subscriber(stream.endpoint, stream.replay_endpoint, topic)

@@ -105,7 +105,7 @@ def test_an_engine_with_the_settings_for_routers_announces_what_the_daemon_has(g
 import zmq
 events = zmq.Context().socket(zmq.SUB)
 events.bind("tcp://127.0.0.1:{events}")
-events.subscribe(b"kv@routed-1@MODEL")
+events.subscribe(b"")
 while b"CPU" not in events.recv_multipart()[-1]:
     pass
 ' &

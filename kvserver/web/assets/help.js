@@ -32,7 +32,7 @@ export function showHelp(history) {
     : `No prompt has ended in ${when}.`);
   setList("help-figures", [tokens, ...saved(history), history.sum("hit_tokens"), history.sum("lookup_tokens")], () => [
     figure("Not computed", percent(all - computed, all), "of prompt tokens", "not-computed"),
-    figure("Hit rate", percent(history.sum("hit_tokens"), history.sum("lookup_tokens")), "of tokens looked up in L1 and L2", "hit-rate"),
+    figure("Hit rate of L1", percent(history.sum("hit_tokens"), history.sum("lookup_tokens")), "of tokens looked up, before L2 is read", "hit-rate"),
     figure("Prefill time gained", duration(Math.max(0, saved(history)[0])), `${duration(Math.max(0, saved(history)[1]))} lost by slow or failed loads`, "gained"),
     figure("Prompt tokens", count(all), when, "prompt-tokens"),
   ]);
@@ -74,7 +74,7 @@ function drawCharts(history) {
     format: count,
   })).draw(history);
   chartOf("rate-chart", (place) => lines(place, {
-    labels: ["Hit rate of lookups", "Prompt tokens not computed"],
+    labels: ["Hit rate of L1", "Prompt tokens not computed"],
     names: ["l1", "ink"],
     functions: [share((point) => point.hit_tokens, (point) => point.lookup_tokens), share((point) => prompt(point) - point.prompt_tokens_computed, prompt)],
     format: (value) => `${Math.round(100 * value)}%`,

@@ -8,18 +8,18 @@ const MOST_CAUSES = 5;
 export function showMore(status, explained) {
   const curve = status.what_if;
   const measured = curve !== undefined && curve.looked_up_tokens > 0;
-  setText("more-answer", measured ? answer(curve) : "What L1 of other sizes would have found is not measured yet.");
+  setText("more-answer", measured ? curve.advice : "What L1 of other sizes would have found is not measured yet.");
   setList("what-if", measured ? curve.sizes.map((one) => [one.size, one.size_bytes, one.would_hit_tokens]) : null, () => (measured ? [curveTable(curve)] : []));
   const causes = causesOf(explained.requests.filter((request) => request.tokens.computed !== 0 && request.outcome !== "hit"));
   setList("misses", causes.map((requests) => requests.map((request) => [request.request_id, request.verdict])), () =>
-    causes.length ? [el("ol", {}, ...causes.map(cause))] : [el("p", { class: "note" }, "No request of the last hour computed tokens that whole chunks could have given.")]);
+    causes.length ? [el("ol", {}, ...causes.map(cause))] : [el("p", { class: "note" }, "Requests of the last hour had all that was found for them.")]);
 }
 
-/** Requests with the same advice together: the worst first, as the daemon orders them. */
+/** Requests of one outcome that missed tokens for the same reasons together: the worst first, as the daemon orders them. */
 function causesOf(requests) {
   const causes = new Map();
   for (const request of requests) {
-    const key = request.advice.join(" ") || request.verdict;
+    const key = [request.outcome, request.failure, request.not_loaded, ...Object.keys(request.missed_tokens)].join(" ");
     causes.set(key, [...(causes.get(key) ?? []), request]);
   }
   return [...causes.values()].slice(0, MOST_CAUSES);
@@ -29,21 +29,9 @@ function nameOf(one) {
   return one.size === "unlimited" ? "unlimited" : one.size === "1" ? "as it is" : `${one.size} times`;
 }
 
-function answer(curve) {
-  const now = curve.sizes.find((one) => one.size === "1");
-  const larger = curve.sizes.filter((one) => one.size === "unlimited" || Number(one.size) > 1);
-  if (!now || !larger.length) return "What L1 of other sizes would have found of what was looked up:";
-  const gain = (one) => (one.would_hit_tokens - now.would_hit_tokens) / curve.looked_up_tokens;
-  const best = Math.max(...larger.map(gain));
-  if (best < 0.01) return `L1 is large enough: no larger one would have found as much as 1% more of what was looked up.`;
-  const enough = larger.find((one) => gain(one) >= 0.8 * best);
-  const what = enough.size === "unlimited" ? "An L1 without limit" : `An L1 ${enough.size} times as large`;
-  return `${what} would have found ${percent(enough.would_hit_tokens, curve.looked_up_tokens)} of what was looked up, instead of ${percent(now.would_hit_tokens, curve.looked_up_tokens)}.`;
-}
-
 function curveTable(curve) {
   return table(
-    "What L1 of other sizes would have found",
+    "What L1 alone, of other sizes, would have found",
     ["L1", "#Size", "Would have found", "#Tokens", "#Of tokens looked up"],
     curve.sizes.map((one) => [
       one.size === "1" ? el("strong", {}, nameOf(one)) : nameOf(one),

@@ -30,12 +30,12 @@ def trace(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_json_lines_have_policy_blocks_and_hit_rate_alone(trace: str) -> None:
+def test_json_lines_have_policy_blocks_and_hit_rates_alone(trace: str) -> None:
     done = replay(trace, "--blocks", "5,0", "--policy", "lru", "--json")
     assert done.returncode == 0
     assert [json.loads(line) for line in done.stdout.splitlines()] == [
-        {"policy": "lru", "blocks": 5, "hit_rate": 6 / 14},
-        {"policy": "lru", "blocks": 0, "hit_rate": 7 / 14},
+        {"policy": "lru", "blocks": 5, "hit_rate": 6 / 14, "token_hit_rate": 6 / 14},
+        {"policy": "lru", "blocks": 0, "hit_rate": 7 / 14, "token_hit_rate": 7 / 14},
     ]
 
 
@@ -43,8 +43,14 @@ def test_the_table_is_on_stdout_and_progress_on_stderr(trace: str) -> None:
     done = replay(trace, "--blocks", "5,0", "--policy", "lru")
     lines = [line.split() for line in done.stdout.splitlines()]
     assert lines[0] == ["4", "requests,", "14", "blocks,", "7", "of", "them", "distinct"]
-    assert lines[1:] == [["policy", "blocks", "hit", "rate"], ["lru", "5", "42.9%"], ["lru", "unlimited", "50.0%"]]
+    assert lines[1] == ["policy", "blocks", "hit", "rate", "of", "tokens"]
+    assert lines[2:] == [["lru", "5", "42.9%", "42.9%"], ["lru", "unlimited", "50.0%", "50.0%"]]
     assert done.stderr.splitlines() == ["lru, 5 blocks: 4 requests", "lru, unlimited: 4 requests"]
+
+
+def test_requests_of_the_warm_up_fill_the_cache_and_are_not_counted(trace: str) -> None:
+    done = replay(trace, "--blocks", "0", "--policy", "lru", "--warm-up", "0.5", "--json")
+    assert json.loads(done.stdout) == {"policy": "lru", "blocks": 0, "hit_rate": 4 / 6, "token_hit_rate": 4 / 6}
 
 
 def test_a_dash_is_stdin(trace: str) -> None:
@@ -57,6 +63,9 @@ def test_a_dash_is_stdin(trace: str) -> None:
         (["-", "--blocks", "5,x"], "--blocks '5,x': write numbers of blocks"),
         (["-", "--blocks", "-5"], "--blocks"),
         (["-", "--policy", "lru,fifo"], "'fifo' is no policy; write of lru"),
+        (["-", "--warm-up", "1"], "--warm-up 1: write a share"),
+        (["-", "--warm-up", "nan"], "--warm-up nan: write a share"),
+        (["-", "--warm-up", "0.5", "--l2-blocks", "0"], "--warm-up: what crosses the network"),
         (["-", "--machines", "0"], "--machines 0: write 1 to 10,000"),
         (["-", "--machines", "2", "--l2-blocks", "-1"], "--l2-blocks -1: write a number"),
         (["-", "--machines", "2", "--block-bytes", "many"], "--block-bytes: 'many' is no size"),

@@ -135,7 +135,9 @@ def test_subscribers_that_connect_and_leave_at_once_disturb_no_other(published: 
     wait_until(lambda: published.stream().subscribers == 1)
 
 
-def test_a_subscriber_receives_its_prefix_only_until_it_unsubscribes(published: Published) -> None:
+def test_a_subscriber_receives_its_prefix_only_until_it_unsubscribes(publish: Callable[..., Published]) -> None:
+    published = publish(kv_events_topic="kv-events")
+    published.feed.reader_connected("engine", HERE)
     whole, other = published.subscriber(""), Subscriber(published.stream().endpoint, topic="other")
     kv = published.subscriber("kv")
     wait_until(lambda: published.stream().subscribers == 3)

@@ -79,7 +79,7 @@ def test_it_names_the_resident_blocks_and_the_batch_after_which_it_is(pages: Sta
         "boot_id": "boot",
         "model": "model",
         "hash_form": "int",
-        "topic": "kv-events",
+        "topic": "",
         "sequence": published.stream().sequence,
         "events": 3,
         "pending_chunks": 0,
@@ -159,7 +159,7 @@ def test_a_body_uses_the_memory_of_a_part_of_it(
 
 def test_a_request_for_an_unknown_stream_receives_the_known_ones(pages: StatusPages, published: Published) -> None:
     response, body = get(pages, "?model=other")
-    there = {"model": "model", "form": "int", "topics": ["kv-events"]}
+    there = {"model": "model", "form": "int", "topics": [""]}
     assert (response.status, json.loads(body)["streams"]) == (404, [there])
     published.feed.reader_connected("raw", HERE, form="bytes")
     response, body = get(pages, "?model=model")

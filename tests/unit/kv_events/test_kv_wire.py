@@ -12,7 +12,7 @@ from kvserver.kv_events.types import Tier
 from kvserver.kv_events.wire import Writer, batch, stored_events
 from kvserver.protocol import KVGroup
 
-FULL = (KVGroup("full_attention"),)
+FULL = ((0, KVGroup("full_attention")),)
 
 
 # As vLLM 0.11 to 0.25 had them: arrays, of which the last fields may be missing.
@@ -64,13 +64,16 @@ def test_a_map_carries_all_that_is_known_of_a_chunk() -> None:
         "extra_keys": [None, ["lora", ["image", 3]]],
         "group_idx": 0,
         "kv_cache_spec_kind": "full_attention",
+        "locality": "LOCAL",
     }
 
 
 def test_what_is_unknown_is_left_out() -> None:
     event = stored(Writer("int", arrays=False), describe("a"), (0, 1), Tier.L2, ())
     assert (event["medium"], event["parent_block_hash"], event["lora_name"]) == ("STORAGE", None, None)
-    assert not {"extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window"} & set(event)
+    assert not {"extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window", "locality"} & set(
+        event
+    )
 
 
 @pytest.mark.parametrize("hash_bytes", [8, 16, 32])
@@ -132,7 +135,7 @@ def test_an_older_struct_reads_the_arrays() -> None:
 def test_the_fields_of_an_array_are_where_consumers_look_for_them() -> None:
     """As AIBrix and llm-d count them: by position, and from a batch of two or three elements."""
     chunk = describe("a", lora_name="lora", extra_keys=[["k"]])
-    (event,) = Writer("bytes", arrays=True).stored(chunk, (0, 1), Tier.L1, (KVGroup("sliding_window", 64),))
+    (event,) = Writer("bytes", arrays=True).stored(chunk, (0, 1), Tier.L1, ((0, KVGroup("sliding_window", 64)),))
     assert msgspec.msgpack.decode(event) == [
         *("BlockStored", [named("a")], None, list(range(16)), 16, None, "CPU", "lora"),
         *([["k"]], 0, "sliding_window", 64),

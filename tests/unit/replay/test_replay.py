@@ -59,6 +59,20 @@ def test_results_are_by_policy_and_size_in_the_order_of_the_arguments() -> None:
     assert found == [("lru", 1, 0.25), ("lru", 0, 0.5)]
 
 
+def test_found_tokens_are_those_of_whole_blocks_and_at_most_the_prompts() -> None:
+    lines = [
+        b'{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1, 2]}\n',
+        b'{"timestamp": 1, "input_length": 600, "output_length": 1, "hash_ids": [1, 2]}\n',
+        b'{"timestamp": 2, "input_length": 1024, "output_length": 1, "hash_ids": [1, 3]}\n',
+    ]
+    trace = read_trace(lines, "t")
+    assert trace.block_tokens == 512
+    (result,) = replay_sizes(trace, [0], ["lru"])
+    assert (result.hit_rate, result.token_hit_rate) == (3 / 6, (600 + 512) / 2224)
+    recorded = read_trace([line.replace(b"{", b'{"chunk_tokens": 256, ') for line in lines], "t")
+    assert recorded.block_tokens == 256, "of a recording the tokens behind the last whole chunk are no part of a block"
+
+
 def test_default_sizes_grow_and_end_with_unlimited() -> None:
     sizes = default_sizes(read_trace(lines_of([list(range(1000))]), "t"))
     assert sizes == [10, 25, 50, 100, 200, 400, 800, 0]

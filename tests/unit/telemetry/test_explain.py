@@ -267,7 +267,7 @@ def test_outcome_and_avoidable_tokens(
 
 @pytest.mark.parametrize("reason", MissReason)
 @pytest.mark.parametrize("ended", [True, False])
-def test_every_reason_has_a_sentence_and_an_advice(reason: MissReason, ended: bool) -> None:
+def test_every_reason_has_a_sentence_and_what_would_save_tokens_an_advice(reason: MissReason, ended: bool) -> None:
     engine = Engine()
     if reason is MissReason.PARTIAL_CHUNK:
         engine.lookup(hits=4, prompt_tokens=1030)
@@ -281,7 +281,7 @@ def test_every_reason_has_a_sentence_and_an_advice(reason: MissReason, ended: bo
     text = verdict(found)
     assert text.count("\n") == 0
     assert text.startswith("1,030 of 1,030 prompt tokens were computed: " if ended else "")
-    assert len(advice(found)) >= 1
+    assert advice(found) or reason is MissReason.PARTIAL_CHUNK, "6 tokens fill no block"
 
 
 @pytest.mark.parametrize(
