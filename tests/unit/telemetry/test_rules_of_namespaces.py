@@ -38,7 +38,9 @@ def test_what_happens_in_three_namespaces_alerts_for_each(tmp_path: Path) -> Non
     """Each case of alerts.yaml, three times at once: nothing is counted together, and each alert names its namespace."""
     made = []
     for case in yaml.safe_load((ROOT / "deploy/prometheus/tests/alerts.yaml").read_text())["tests"]:
-        given, expected = case["input_series"], case.get("promql_expr_test", [])
+        given, expected = case["input_series"], case.get("promql_expr_test")
+        if expected is None:
+            continue  # it is about texts
         made.append(
             {
                 "interval": case["interval"],
