@@ -50,6 +50,7 @@ from kvserver.server import (
     Presence,
     ReadRates,
     Server,
+    Serving,
     Spill,
     Stores,
     Ticket,
@@ -195,6 +196,7 @@ class Parts:
         )
         self.bus = bus = observability.bus
         self.instances = instances = Instances()
+        self.serving = Serving(settings.serving)
         self.tickets: Tickets[Ticket] = Tickets(devices)
         copies = Copies(cache.pool, self.tickets, instances, bus, clock)
         tiers_of_l2 = Tiers(tiers)
@@ -202,12 +204,12 @@ class Parts:
         self.spill = Spill(cache, tiers_of_l2, rates, clock)
         presence = Presence(cache, tiers_of_l2, rates)
         ages = Ages(tiers_of_l2)
-        lookups = L1Lookups(cache, devices, instances, settings.lease_seconds, presence, ages, bus, clock)
+        lookups = L1Lookups(cache, devices, instances, settings.lease_seconds, presence, ages, self.serving, bus, clock)
         self.fills = fills = Fills(
             cache, tiers_of_l2, presence, rates, bus, lookups.answer_again, settings.lease_seconds, clock
         )
         l2_events = L2Events(tiers_of_l2.local, bus, clock)
-        self.stores = Stores(cache, copies, bus, self.spill, l2_events)
+        self.stores = Stores(cache, copies, bus, self.spill, l2_events, self.serving)
         loads = Loads(cache, copies, bus, self.spill, fills)
         self.workers = Workers(settings, cache, devices, self.tickets, instances, lifelines, fills, bus, clock)
         self.upkeep = Upkeep(
@@ -250,6 +252,7 @@ class Parts:
             EngineReports(cache, fills, instances, bus, observability.block_lifecycle.unapplied, clock),
             self.upkeep,
             observability.feed,
+            self.serving,
         )
 
     def make_server(self, endpoint: Endpoint, stops_when_lost: bool = False) -> Server:
@@ -303,6 +306,7 @@ class Parts:
             ),
             refused_registrations=dict(server.rpc.refused_registrations() + self.lifelines.refused),
             refused_engines=self.workers.refused_engines(),
+            serving=self.serving.mode,
         )
 
     def sample(self, server: Server) -> array[float]:

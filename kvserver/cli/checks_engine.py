@@ -34,6 +34,7 @@ HELP = {
     "not_permitted": "run daemon and engine as one user: the socket is its user's alone; root may connect too",
     "foreign_daemon": "remove that folder, or give daemon and engine an endpoint (--endpoint, kvserver.endpoint)",
     "not_registered": "wake the engine if it sleeps; else its log states why a rank does not register",
+    "serving_off": "curl -X POST 'http://DAEMON:8080/config/serving?value=on', when the reason for the switch no longer holds",
     "unsupported": "change the setting named in the reason, or run this engine without the connector",
     "cannot_share": "change the setting named in the reason: --shm-size of the container, or how GPU memory is allocated",
     "setup_failed": "see the engine's log: it names the wrong key of kv_connector_extra_config, or the failure",

@@ -22,6 +22,10 @@ from kvserver.protocol.status import DaemonStatus, GpuStatus, InstanceStatus, L1
 _HOME_AND_ERASE_BELOW = "\x1b[H\x1b[J"
 _ERASE_SCREEN = "\x1b[2J"
 _BAR = 20
+SERVING = {
+    "stores-off": "lookups find chunks, no store is taken",
+    "off": "no lookup finds a chunk, no store is taken; engines run without cache",
+}
 _NAMES = {"l0": "L0", "l1": "L1", "l2": "L2", "computed": "computed"}
 
 
@@ -93,6 +97,8 @@ def table(status: DaemonStatus) -> str:
         lines.append(
             f"STALE  the event loop has not answered for {status.stale_seconds:.1f} s; this is its last status"
         )
+    if consequence := SERVING.get(status.serving):
+        lines.append(f"SERVING is {status.serving.upper()}: {consequence}")
     if unbalanced := status.books.unbalanced:
         counts = ", ".join(f"{name} {count}" for name, count in asdict(status.books).items() if name != "unbalanced")
         lines.append(

@@ -11,7 +11,7 @@ from msgspec import UNSET
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
-from kvserver.cli.status import bar, duration, rate, size, tier_line, what_if
+from kvserver.cli.status import SERVING, bar, duration, rate, size, tier_line, what_if
 from kvserver.cli.terminal import plain
 from kvserver.cli.top_view import Rates, Reading, missed_tokens
 from kvserver.protocol.status import DaemonStatus, InstanceStatus
@@ -92,6 +92,8 @@ def _trouble(status: DaemonStatus) -> Iterator[str]:
     if status.stale_seconds is not UNSET:
         text = f"the event loop has not answered for {status.stale_seconds:.1f} s; this is its last status"
         yield _head("STALE", text)
+    if consequence := SERVING.get(status.serving):
+        yield _head("SERVING", f"is {status.serving.upper()}: {consequence}")
     if status.books.unbalanced:
         yield _head("AUDIT", f"the accounting did not balance in {status.books.unbalanced} audits: report it")
 

@@ -8,6 +8,7 @@ from kvserver.config.settings import (
     GiB,
     MiB,
     OtlpEndpoint,
+    ServingMode,
     Settings,
     parse_events_endpoint,
     parse_gpus,

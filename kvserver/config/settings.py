@@ -27,6 +27,9 @@ MIN_L1_BYTES = 64 * KiB  # one page of any size
 _UNITS = {"": 1, "b": 1, "kib": KiB, "mib": MiB, "gib": GiB, "tib": 1 << 40, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
+ServingMode = Literal["on", "stores-off", "off"]
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of one daemon. Field `l1_size` is flag `--l1-size`, `KVSERVER_L1_SIZE`, TOML key `l1-size`."""
 
@@ -160,6 +163,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             description="How long a lookup protects the chunks that it found from eviction, if its request never ends.",
         ),
     ] = 60.0
+    serving: Annotated[
+        ServingMode,
+        Meta(
+            description="Use of the cache at the start. stores-off: lookups find what L1 and L2 have, and no store is taken. off: lookups also find "
+            "nothing. L1 keeps its chunks, and engines need no restart. POST /config/serving changes it until the daemon ends."
+        ),
+    ] = "on"
     copy_threads: Annotated[
         int, Meta(ge=1, le=256, description="Native threads that copy blocks between L1 and CPU memory of engines.")
     ] = 2

@@ -15,6 +15,8 @@ from kvserver.kv_events import Feed
 from kvserver.protocol import (
     OLDEST_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
+    REGISTERED,
+    SERVING_OFF,
     AwaitFill,
     Clear,
     Cleared,
@@ -29,6 +31,7 @@ from kvserver.protocol import (
     KVEventsTaken,
     KVServerError,
     Lookup,
+    LookupReply,
     LookupTail,
     RegisterWorker,
     ReportBlockAllocations,
@@ -45,6 +48,7 @@ from kvserver.server.instances import Instances
 from kvserver.server.loads import Loads
 from kvserver.server.lookups import L1Lookups
 from kvserver.server.reports import EngineReports
+from kvserver.server.serving import Serving
 from kvserver.server.stores import Stores
 from kvserver.server.tickets import Respond
 from kvserver.server.upkeep import Upkeep
@@ -65,6 +69,7 @@ class Handlers:
     reports: EngineReports
     upkeep: Upkeep
     feed: Feed
+    serving: Serving
 
     def handle(self, request: Request, respond: Respond) -> None:
         """Answer now, or later when a ticket completes; notices only on error. KVServerError is the caller's to send.
@@ -112,6 +117,9 @@ class Handlers:
         instance = self.instances.instance(lookup.instance_id, lookup.incarnation)
         check_chunk(lookup.chunk_blocks, instance.any_worker().spec)
         chunk_count(lookup.keys)
+        if self.serving.why_nothing_is_found:
+            respond(LookupReply(0))
+            return
         self.fills.begin(request, instance, respond)
 
     def _hello(self, request: Hello) -> HelloReply:
@@ -122,6 +130,8 @@ class Handlers:
                 f"{OLDEST_PROTOCOL_VERSION} to {PROTOCOL_VERSION}",
             )
         standing, text = self.workers.registration_state(request.instance_id, request.incarnation)
+        if standing == REGISTERED and (why := self.serving.why_nothing_is_found):
+            standing, text = SERVING_OFF, why
         return replace(self.hello, protocol_version=request.protocol_version, standing=standing, standing_text=text)
 
     def _take_kv_events(self, request: TakeKVEvents) -> KVEventsTaken:

@@ -16,6 +16,7 @@ from kvserver.server.copies import Copies, failure
 from kvserver.server.copy_checks import chunk_count, group_of, keys_at, own_places, store_blocks
 from kvserver.server.instances import Worker, WorkerGroup
 from kvserver.server.l2_events import L2Events
+from kvserver.server.serving import Serving
 from kvserver.server.spill import Spill
 from kvserver.server.tickets import Respond, StoreTicket
 
@@ -31,6 +32,7 @@ class Stores:
     bus: Bus
     spill: Spill
     l2_events: L2Events
+    serving: Serving
     _steps: int = STEPS_PER_TURN  # that are left in this turn
     # Stores whose plan takes more than one turn. Each ends when the plan is complete, at its deadline or when its worker
     # closes, whose memory stays mapped until then.
@@ -58,6 +60,10 @@ class Stores:
         namespace = group.namespace(chunks)
         blocks = store_blocks(request, worker, group)
         self.copies.counts_of(worker).stores += 1
+        if not self.serving.takes_stores:
+            worker.words.fail_word(request.word, request.sequence)  # no block of it is read
+            respond(Stored(stored=0, skipped=0, declined=chunk_count(request.keys)))
+            return
         after = (chunks, request.after) if request.after and group.layout.tails else None
         plan = self._plan_objects(request, worker, group, namespace, after)
         ticket = StoreTicket(request, respond, worker, group, namespace, blocks, plan, self.copies.now_ns())

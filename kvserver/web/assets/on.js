@@ -24,11 +24,13 @@ export function showOn(status, notReady) {
 
 function answer(status, states, refused, notReady) {
   if (!status.ready) return `No: ${notReady || "the daemon is not ready"}.`;
+  if (status.serving === "off") return "No: serving is switched off (POST /config/serving): no lookup finds a chunk, no store is taken.";
   const all = states.length + refused.length;
   const without = states.filter((state) => !state.on).length + refused.length;
   if (all === 0) return "Yes, but no engine is connected.";
   if (without === all) return all === 1 ? "No: the only engine runs without cache." : `No: all ${plural(all, "engine")} run without cache.`;
   if (without) return `In part: ${exact(without)} of ${plural(all, "engine")} ${without === 1 ? "runs" : "run"} without cache.`;
+  if (status.serving === "stores-off") return "In part: stores are switched off (POST /config/serving); lookups find what is there.";
   return all === 1 ? "Yes: one engine is connected and uses the cache." : `Yes: ${plural(all, "engine")} are connected and use the cache.`;
 }
 
