@@ -307,6 +307,7 @@ class Parts:
             refused_registrations=dict(server.rpc.refused_registrations() + self.lifelines.refused),
             refused_engines=self.workers.refused_engines(),
             serving=self.serving.mode,
+            not_ready=server.failure.strip(),
         )
 
     def sample(self, server: Server) -> array[float]:

@@ -89,6 +89,8 @@ def _title(status: DaemonStatus, rates: Rates | None, keys: str) -> str:
 
 
 def _trouble(status: DaemonStatus) -> Iterator[str]:
+    if status.not_ready:
+        yield _head("NOT READY", status.not_ready)
     if status.stale_seconds is not UNSET:
         text = f"the event loop has not answered for {status.stale_seconds:.1f} s; this is its last status"
         yield _head("STALE", text)

@@ -385,3 +385,4 @@ class DaemonStatus(Struct, frozen=True, kw_only=True):
     stale_seconds: float | UnsetType = UNSET  # since the loop's last turn, if it does not answer
     http: PagesStatus | UnsetType = UNSET
     serving: str = ""  # on, stores-off or off
+    not_ready: str = ""  # why it should receive no traffic, as /readyz states it

@@ -31,7 +31,6 @@ from kvserver.protocol import (
     KVEventsTaken,
     KVServerError,
     Lookup,
-    LookupReply,
     LookupTail,
     RegisterWorker,
     ReportBlockAllocations,
@@ -117,9 +116,6 @@ class Handlers:
         instance = self.instances.instance(lookup.instance_id, lookup.incarnation)
         check_chunk(lookup.chunk_blocks, instance.any_worker().spec)
         chunk_count(lookup.keys)
-        if self.serving.why_nothing_is_found:
-            respond(LookupReply(0))
-            return
         self.fills.begin(request, instance, respond)
 
     def _hello(self, request: Hello) -> HelloReply:

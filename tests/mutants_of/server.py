@@ -125,10 +125,6 @@ MUTANTS = (
     ),
     # ---- handlers.py --------------------------------------------------------------------------------
     Mutant(
-        "a fill is begun although serving is off",
-        HANDLERS, "Handlers._await_fill", "if self.serving.why_nothing_is_found:", "if False:", SERVING_TESTS,
-    ),
-    Mutant(
         "a lookup that waits for its tail is forgotten with its request",
         HANDLERS, "Handlers.handle", "self.lookups.complete((request.instance_id, request.request_id))", "pass",
         ("daemon/test_tails.py",),
