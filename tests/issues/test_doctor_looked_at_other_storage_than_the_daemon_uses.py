@@ -13,7 +13,10 @@ def daemon(make_daemon, tmp_path):
 
 def test_without_flags_the_tiers_of_the_daemon_that_runs_are_reported(daemon, tmp_path):
     _, found = rows(*flags(daemon))
-    assert (found["storage"]["level"], found["storage"]["text"]) == ("ok", f"the daemon's file://{tmp_path}/used: ready")
+    assert (found["storage"]["level"], found["storage"]["text"]) == (
+        "ok",
+        f"the daemon's file://{tmp_path}/used: ready",
+    )
 
 
 def test_flags_that_name_other_tiers_are_a_warning(daemon, tmp_path):
