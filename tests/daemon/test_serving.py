@@ -114,16 +114,16 @@ def test_a_request_that_found_nothing_is_explained_by_the_switch(switched: Daemo
 def test_a_registered_engine_learns_by_hello_that_serving_is_off(switched: Daemon, worker: Worker) -> None:
     with Client(switched.endpoint) as client:
 
-        def standing(incarnation: str = worker.incarnation) -> tuple[str, str]:
+        def state(incarnation: str = worker.incarnation) -> tuple[str, str]:
             reply = client.hello("test", worker.instance_id, incarnation)
             return reply.standing, reply.standing_text
 
-        assert standing() == (REGISTERED, "")
+        assert state() == (REGISTERED, "")
         switch(switched, "?value=off")
-        assert standing() == (SERVING_OFF, "serving is off (POST /config/serving)")
-        assert standing("another")[0] == "duplicate_instance"
+        assert state() == (SERVING_OFF, "serving is off (POST /config/serving)")
+        assert state("another")[0] == "duplicate_instance"
         switch(switched, "?value=stores-off")
-        assert standing() == (REGISTERED, ""), "it loads"
+        assert state() == (REGISTERED, ""), "it loads"
 
 
 def test_a_restart_has_the_mode_of_the_settings_and_the_switch_needs_the_token(make_daemon, tmp_path) -> None:

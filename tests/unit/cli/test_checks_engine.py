@@ -111,7 +111,7 @@ def test_each_engine_of_a_server_is_reported(serve: Callable[[Page], str]) -> No
     ]  # fmt: skip
 
 
-def test_two_servers_are_told_apart_by_address_and_engine_id(
+def test_the_engines_of_two_servers_have_different_names(
     serve: Callable[[Page], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Both call their engine 0."""
