@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """The exit code: 0 if the daemon is ready, 3 if it answers and is not. NoAnswer if none answers; a watch continues through a daemon's restart, and Ctrl-C ends it."""
+    """The exit code, as in EXIT_CODES. NoAnswer if no daemon answers; a watch continues through a daemon's restart, and Ctrl-C ends it."""
     if arguments.watch is None:
         text, ready = _look(arguments)
         show(text)

@@ -5,10 +5,10 @@ from kvserver.config.http_token import bearer, read_token
 from kvserver.config.logs import set_up_logging
 from kvserver.config.placement import Placement, choose_l1, gpu_cpus, gpu_node, interleaved_nodes
 from kvserver.config.settings import (
+    SERVING_MODES,
     GiB,
     MiB,
     OtlpEndpoint,
-    ServingMode,
     Settings,
     parse_events_endpoint,
     parse_gpus,

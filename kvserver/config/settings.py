@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import msgspec
 from msgspec import Meta
@@ -28,6 +28,7 @@ _UNITS = {"": 1, "b": 1, "kib": KiB, "mib": MiB, "gib": GiB, "tib": 1 << 40, "kb
 
 
 ServingMode = Literal["on", "stores-off", "off"]
+SERVING_MODES: tuple[str, ...] = get_args(ServingMode)
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):

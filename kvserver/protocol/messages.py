@@ -289,9 +289,7 @@ class HelloReply(Message):
     kv_events: bool = False  # whether a Store should carry the contents of its chunks
     boundary_interval: int = 0  # tokens between boundaries to keep beside the ends of prompts and requests; 0: none
     lease_seconds: float = 0.0  # how long a lookup protects the chunks that it found; 0: not stated
-    standing: str = (
-        ""  # state of the engine that Hello named: REGISTERED, SERVING_OFF, or an error code; "": not stated
-    )
+    standing: str = ""  # of the engine that Hello named: REGISTERED, SERVING_OFF or an error code; "": not stated
     standing_text: str = ""  # the same state for people
     tails: bool = False  # whether a worker may register with tails
     parents: bool = False  # whether each Store of full attention should have `after`
@@ -320,7 +318,8 @@ class LookupReply(Message):
 class Stored(Message):
     """`stored` chunks were copied; `skipped` chunks were resident or being stored; `starved` chunks found no space.
 
-    `declined` chunks were not taken, since the operator has switched stores off. Of a replicated group the chunks that other ranks copy are skipped.
+    `declined` chunks were not taken, since the operator has switched stores off. Of a replicated group the chunks that other
+    ranks copy are skipped.
     """
 
     stored: int

@@ -17,7 +17,7 @@ from kvserver.server.read_rates import ReadRates
 from kvserver.server.reports import EngineReports
 from kvserver.server.resync import resync_of_l1
 from kvserver.server.samples import SERIES, take_sample
-from kvserver.server.serving import MODES, Serving
+from kvserver.server.serving import Serving
 from kvserver.server.spill import Spill
 from kvserver.server.status import connects_status, departed_status, instance_status, l1_status, totals_status
 from kvserver.server.stores import Stores

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import get_args
 
-from kvserver.config import ServingMode
+from kvserver.config import SERVING_MODES
 
 log = logging.getLogger(__name__)
-
-MODES: tuple[str, ...] = get_args(ServingMode)
 
 
 @dataclass
 class Serving:
-    mode: str = "on"  # of MODES
+    mode: str = "on"  # of SERVING_MODES
     switched: bool = False  # since the daemon's start: the settings no longer have the mode
 
     @property
@@ -32,8 +29,8 @@ class Serving:
         return self.mode == "on"
 
     def switch(self, mode: str) -> str:
-        """Set the mode, from the next message on; returns the mode before. REQUIRES: it is one of MODES."""
-        assert mode in MODES
+        """Set the mode, from the next message on; returns the mode before. REQUIRES: it is one of SERVING_MODES."""
+        assert mode in SERVING_MODES
         before, self.mode, self.switched = self.mode, mode, True
         log.warning("serving was switched from %s to %s", before, mode)
         return before

@@ -13,12 +13,15 @@ import json
 from collections.abc import Callable
 from urllib.parse import parse_qsl
 
-from kvserver.server import MODES, Serving
+from kvserver.config import SERVING_MODES
+from kvserver.server import Serving
 
 
 def answer(serving: Serving, ask: Callable[[Callable[[], str]], str], query: str) -> tuple[int, str]:
     """HTTP code and JSON. `ask` runs a function in the loop."""
-    match parse_qsl(query, keep_blank_values=True, max_num_fields=8):
-        case [("value", mode)] if mode in MODES:
+    match parse_qsl(query, keep_blank_values=True):
+        case [("value", mode)] if mode in SERVING_MODES:
             return 200, json.dumps({"serving": mode, "before": ask(lambda: serving.switch(mode))}) + "\n"
-    return 400, json.dumps({"error": "bad_parameter", "message": f"give ?value= one of {', '.join(MODES)}"}) + "\n"
+    return 400, json.dumps(
+        {"error": "bad_parameter", "message": f"give ?value= one of {', '.join(SERVING_MODES)}"}
+    ) + "\n"

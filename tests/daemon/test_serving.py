@@ -62,6 +62,19 @@ def test_stores_off_takes_no_store_and_loads_what_is_there(switched: Daemon, wor
     assert worker.store(make_keys(1), worker.blocks_for(1)).declined == 1
 
 
+def test_a_chunk_that_one_rank_stored_before_the_switch_is_whole_once_the_other_has(switched, make_worker) -> None:
+    first, second = (make_worker(switched, instance_id="e", incarnation="1", rank=n, world_size=2) for n in range(2))
+    keys = make_keys(1)
+    assert first.store(keys, first.blocks_for(1)).stored == 1
+    switch(switched, "?value=stores-off")
+    assert second.store(keys, second.blocks_for(1)).declined == 1
+    assert first.lookup(keys) == 0
+    switch(switched, "?value=on")
+    assert first.store(keys, first.blocks_for(1)).skipped == 1
+    assert second.store(keys, second.blocks_for(1)).stored == 1
+    assert first.lookup(keys) == 1
+
+
 def test_a_lookup_that_was_answered_before_the_switch_may_still_load(switched: Daemon, worker: Worker) -> None:
     keys = make_keys(2)
     worker.store(keys, worker.blocks_for(2))
@@ -93,7 +106,9 @@ def test_every_page_and_command_names_the_present_mode(switched: Daemon, worker:
     switch(switched, "?value=off")
     assert switched.status()["serving"] == "off"
     assert "SERVING is OFF: no lookup finds a chunk" in run("status", *where).stdout
-    assert "SERVING    is OFF" in run("top", "--once", *where).stdout
+    top = run("top", "--once", *where).stdout
+    assert "SERVING    is OFF" in top
+    assert "  NO CACHE  " in top
     assert [switched.metric("kvserver_serving", serving=mode) for mode in ("on", "stores-off", "off")] == [0, 0, 1]
     row = json.loads(switched.http("/config")[1])["serving"]
     assert (row["value"], row["source"], row["source_name"]) == ("off", "request", "POST /config/serving")
