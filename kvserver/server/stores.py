@@ -61,7 +61,7 @@ class Stores:
         blocks = store_blocks(request, worker, group)
         self.copies.counts_of(worker).stores += 1
         if not self.serving.takes_stores:
-            worker.words.fail_word(request.word, request.sequence)  # no block of it is read
+            # Its word stays PENDING: an engine that saw FAILED before the reply would count a failed store.
             respond(Stored(stored=0, skipped=0, declined=chunk_count(request.keys)))
             return
         after = (chunks, request.after) if request.after and group.layout.tails else None

@@ -13,6 +13,7 @@ from support.commands import run
 from support.daemon import Daemon, wait_until
 from support.worker import Worker, make_keys
 
+from kvserver._native import State
 from kvserver.protocol import REGISTERED, SERVING_OFF, AwaitFill, LookupReply, LookupTail, ObjectGroup, Stored
 from kvserver.protocol.client import Client
 
@@ -45,7 +46,9 @@ def test_off_finds_nothing_and_stores_nothing_until_it_is_on_again(switched: Dae
     errors = switched.status()["totals"]["errors"]
     assert switch(switched, "?value=off") == (200, {"serving": "off", "before": "on"})
     assert worker.lookup(keys) == 0
-    assert worker.store(more, worker.blocks_for(2, first=20)) == Stored(stored=0, skipped=0, declined=2)
+    declined = worker.begin_store(more, worker.blocks_for(2, first=20))
+    assert declined.reply() == Stored(stored=0, skipped=0, declined=2)
+    assert declined.state is State.PENDING, "an engine that saw FAILED before the reply would count a failed store"
     assert switched.status()["l1"]["chunks"] == 3, "L1 keeps what it has, and nothing else"
     assert switch(switched, "?value=on")[1] == {"serving": "on", "before": "off"}
     assert worker.lookup(keys) == 3
