@@ -23,7 +23,7 @@ _DOCTOR_EXAMPLES = """examples:
   kvserver doctor --json | jq '.[] | select(.level == "problem")'
   kvserver doctor --bundle kvserver.tar.gz        for a report: status, config, metrics, log, machine
 
-exit codes: 0 no problem, 1 a problem, 2 bad arguments; with --bundle 0 written, 2 not written
+exit codes: 0 no problem, 1 a problem, as where the daemon that runs is not ready, 2 bad arguments; with --bundle 0 written, 2 not written
 """
 
 
@@ -32,7 +32,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"kvserver {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     add_flags(commands.add_parser("serve", help="run the daemon"))
-    cli_status.add_arguments(commands.add_parser("status", help="what the daemon of this machine does"))
+    cli_status.add_arguments(
+        commands.add_parser("status", help="what the daemon of this machine does", epilog=cli_status.EXIT_CODES)
+    )
     cli_explain.add_arguments(commands.add_parser("explain", help="why a request's prompt was computed, not loaded"))
     replay_arguments.add_arguments(
         commands.add_parser("replay", help="what caches of other sizes would have found of a trace")

@@ -143,6 +143,7 @@ def _make_pages(configuration: Configuration, parts: Parts, server: Server, http
             parts.upkeep,
             configuration.table(),
             http_token,
+            serving=parts.serving,
             history=History(settings.history_seconds, lambda: server.call(lambda: parts.sample(server)), parts.boot_id),
             copy_threads=settings.copy_threads,
         )

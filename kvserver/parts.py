@@ -42,6 +42,7 @@ from kvserver.server import (
     L1Lookups,
     Loads,
     Server,
+    Serving,
     Stores,
     Upkeep,
     connects_status,
@@ -187,11 +188,12 @@ class Parts:
         )
         self.bus = bus = observability.bus
         self.instances = instances = Instances()
+        self.serving = Serving(settings.serving)
         self.tickets: Tickets[Ticket] = Tickets(devices)
         copies = Copies(cache.pool, self.tickets, instances, bus, clock)
         self.storage = storage = make_storage(tiers, cache, bus, settings.lease_seconds, clock)
-        lookups = L1Lookups(cache, devices, instances, settings.lease_seconds, storage, bus, clock)
-        self.stores = Stores(cache, copies, bus, storage)
+        lookups = L1Lookups(cache, devices, instances, settings.lease_seconds, storage, self.serving, bus, clock)
+        self.stores = Stores(cache, copies, bus, storage, self.serving)
         loads = Loads(cache, copies, bus, storage)
         self.workers = Workers(
             settings, cache, devices, self.tickets, instances, lifelines, storage.instance_ended, bus, clock
@@ -232,6 +234,7 @@ class Parts:
             EngineReports(cache, storage.ended, instances, bus, observability.block_lifecycle.unapplied, clock),
             self.upkeep,
             observability.feed,
+            self.serving,
         )
 
     def make_server(self, endpoint: Endpoint, stops_when_lost: bool = False) -> Server:
@@ -286,6 +289,8 @@ class Parts:
             ),
             refused_registrations=dict(server.rpc.refused_registrations() + self.lifelines.refused),
             refused_engines=self.workers.refused_engines(),
+            serving=self.serving.mode,
+            not_ready=server.failure.strip(),
         )
 
     def sample(self, server: Server) -> array[float]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvserver.protocol import REGISTERED, ErrorCode
+from kvserver.protocol import REGISTERED, SERVING_OFF, ErrorCode
 
 SCHEDULER = "scheduler"  # the half's name; those of workers are "rank 0" and so on
 _REFUSED = "refused_"
@@ -24,6 +24,7 @@ REASONS = {
     "not_permitted": "the daemon is another user's, and this user may not connect to it",
     "foreign_daemon": "the default endpoint's folder is another user's",
     "not_registered": "the daemon answers, and not all ranks of this engine are registered: they start, or they sleep",
+    "serving_off": "the daemon's operator has switched its serving off: lookups find nothing, nothing is stored",
     "unsupported": "this engine's configuration is not served",
     "cannot_share": "the KV cache's memory cannot be handed to the daemon",
     "setup_failed": "the connector could not be set up: its settings are wrong, or a fault in the connector",
@@ -67,6 +68,8 @@ def from_hello(state: str, text: str) -> CacheStatus:
     """An engine's state in the daemon's HelloReply."""
     if state == REGISTERED:
         return CONNECTED
+    if state == SERVING_OFF:
+        return CacheStatus(SERVING_OFF, text)
     return CacheStatus("not_registered" if state in _ABSENT else refused(state), text)
 
 

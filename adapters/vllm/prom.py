@@ -123,13 +123,17 @@ class KVServerPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 for index, labels in per_engine.items()
             }
         self._board = Board(_PREFIX, gauge, labelnames, per_engine, local)
+        text = "Always 1; instance_id is the name of the engine in kvserver: its engine_id."
+        self._info = gauge(_PREFIX + "engine_info", text, [*labelnames, "instance_id"], multiprocess_mode="livemax")
 
     def _watch(self, config: Any, per_engine: Labels) -> None:
-        """Start the thread that queries the daemon. It ends with this object."""
+        """Name the engines, and start the thread that queries the daemon. It ends with this object."""
         settings = own_settings(config.kv_transfer_config)
         if settings is None or self._board is None:
             return
         engines = {index: names_of(config, index) for index in per_engine}
+        for index, names in engines.items():
+            self._info.labels(*per_engine[index], names.instance_id).set(1)
         watch = Watch(settings.endpoint, engines, self._board.daemon_answered)
         weakref.finalize(self, watch.stop.set)
 

@@ -24,7 +24,7 @@ class MissReason(str, Enum):
     IN_L2 = "in_l2"  # L1 lacks it, a tier of L2 has it; kvserver_filled_tokens_total counts those that were read
     SLOW_L2 = "slow_l2"  # as IN_L2, and it was not read: to compute it was expected to take less time
     OTHER_NAMESPACE = "other_namespace"  # it is resident for engines that may not share KV with this one
-    UNAVAILABLE = "unavailable"  # not all ranks are registered, or the device is lost: no chunk can be found
+    UNAVAILABLE = "unavailable"  # not all ranks are registered, the device is lost, or serving is off
     NEVER_STORED = "never_stored"  # none of the other reasons; includes chunks that were cleared, or evicted long ago
     PARTIAL_CHUNK = (
         "partial_chunk"  # tokens of the prompt beyond its last full chunk, whose blocks were not found either

@@ -15,8 +15,6 @@ import os
 import platform
 import pwd
 import shutil
-import socket
-import struct
 import subprocess
 import tarfile
 import tempfile
@@ -29,6 +27,7 @@ from typing import Any
 
 from kvserver import __version__
 from kvserver.cli import http_client
+from kvserver.cli.checks_daemon import listener_pid
 from kvserver.cli.redaction import Redactor, secrets_of
 from kvserver.config import LOG_FD, Settings, passwords_in, read_token
 from kvserver.protocol import ConfigError
@@ -58,7 +57,7 @@ def write(
     path = Path(to)
     if path.exists() and not overwrite:
         raise ConfigError(f"--bundle {to}: it is there already; add --overwrite")
-    pid = _pid(settings.endpoint)
+    pid = listener_pid(settings.endpoint)
     environ = _environ(pid)
     parts = _Parts(_redactor(settings, environ, [*given, *_words(pid)]))
     parts.add("doctor.json", lambda: json.dumps(findings))
@@ -149,18 +148,6 @@ def _add_pages(parts: _Parts, settings: Settings) -> None:
 
     for name, page in (("status.json", "/status"), ("config.json", "/config"), ("metrics.txt", "/metrics")):
         parts.add(name, partial(read, page))
-
-
-def _pid(endpoint: str) -> int:
-    """Of the process that listens there; 0 if there is none, or it is not of this process namespace."""
-    with socket.socket(socket.AF_UNIX) as client:
-        client.settimeout(1.0)
-        try:
-            client.connect(endpoint.removeprefix("ipc://"))
-            peer = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        except OSError:
-            return 0
-    return int(struct.unpack("3i", peer)[0])
 
 
 def _environ(pid: int) -> dict[str, str]:

@@ -32,7 +32,9 @@ from kvserver.config import (
     variable,
 )
 from kvserver.protocol import ConfigError
+from kvserver.protocol.status import DaemonStatus
 
+SERVING_STATES = ("ready", "read_only")  # of a tier of L2 that runs
 _DESCRIPTORS_PER_WORKER = 256
 _DEFAULT_KV_BYTES = 4 * GiB  # assumed size of an engine's KV cache if it is unknown
 
@@ -63,6 +65,7 @@ class Machine:
     access: Callable[[Path, int], bool] = os.access
     rlimit: Callable[[int], tuple[int, int]] = resource.getrlimit
     load: Callable[[str], object] = importlib.import_module
+    running: DaemonStatus | None = None  # of the daemon at the endpoint, once the check `daemon` had its answer
 
     def read(self, path: str) -> str:
         """A file's text, "" if it cannot be read."""

@@ -34,6 +34,7 @@ HELP = {
     "not_permitted": "run daemon and engine as one user: the socket is its user's alone; root may connect too",
     "foreign_daemon": "remove that folder, or give daemon and engine an endpoint (--endpoint, kvserver.endpoint)",
     "not_registered": "wake the engine if it sleeps; else its log states why a rank does not register",
+    "serving_off": "curl -X POST 'http://DAEMON:8080/config/serving?value=on', when the reason for the switch no longer holds",
     "unsupported": "change the setting named in the reason, or run this engine without the connector",
     "cannot_share": "change the setting named in the reason: --shm-size of the container, or how GPU memory is allocated",
     "setup_failed": "see the engine's log: it names the wrong key of kv_connector_extra_config, or the failure",
@@ -55,6 +56,7 @@ class EngineMetrics:
     """The metrics with one value of the label `engine`."""
 
     connected: float | None = None
+    instance_id: str = ""  # the engine's name in kvserver; "" of an older connector
     reasons: list[tuple[str, str]] = field(default_factory=list)  # (reason, detail)
     values: dict[str, float] = field(default_factory=dict)  # by name without prefix, summed over labels
 
@@ -63,26 +65,28 @@ class EngineMetrics:
 
 
 def engine_findings(url: str) -> Iterator[tuple[str, Finding]]:
-    """The findings of the engines at `url`; a server with data parallelism has several engines."""
+    """The findings of the engines at `url`, named by address and engine_id; a server with data parallelism has several engines."""
+    name = "engine"
     try:
         where = address(url)
+        name = f"engine {urllib.parse.urlsplit(where).netloc}"
         text = fetch(where)
     except (OSError, ValueError) as error:
         why = error.reason if type(error) is urllib.error.URLError else error
         fix = "give the address of vLLM's API server: kvserver doctor --engine http://127.0.0.1:8000"
-        yield "engine", problem(f"{without_user(url, True)} cannot be read: {why}", fix)
+        yield name, problem(f"{without_user(url, True)} cannot be read: {why}", fix)
         return
     try:
         engines, is_vllm = read(text)
     except Exception as error:  # the parser raises anything for what is not metrics
-        yield "engine", problem(f"{where} has no metrics: {error}", "give the address of vLLM's API server")
+        yield name, problem(f"{where} has no metrics: {error}", "give the address of vLLM's API server")
         return
     if not any(engine.connected is not None for engine in engines.values()):
-        yield "engine", _without_gauge(where, bool(engines), is_vllm)
+        yield name, _without_gauge(where, bool(engines), is_vllm)
         return
-    for name, engine in sorted(engines.items()):
+    for label, engine in sorted(engines.items()):
         for finding in findings_of(engine):
-            yield f"engine {name}", finding
+            yield f"{name} {label}" + (f" ({engine.instance_id})" if engine.instance_id else ""), finding
 
 
 def _without_gauge(where: str, has_connector: bool, is_vllm: bool) -> Finding:
@@ -173,6 +177,8 @@ def read(text: str) -> tuple[dict[str, EngineMetrics], bool]:
             name = sample.name.removeprefix(_PREFIX)
             if name == "connected":
                 engine.connected = sample.value
+            elif name == "engine_info":
+                engine.instance_id = sample.labels.get("instance_id", "")
             elif name == "without_cache_info" and sample.value:
                 engine.reasons.append((sample.labels.get("reason", ""), sample.labels.get("detail", "")))
             else:

@@ -1,39 +1,28 @@
-"""The checks of `kvserver doctor` on the installation, the daemon and vLLM, one small function per check.
+"""The checks of `kvserver doctor` on the installation and vLLM, one small function per check.
 
-Owns: whether they exist, answer and fit each other. Refuses to know: the machine (`checks`). It must work if the rest
-does not, so it imports nothing else of the daemon, and imports vLLM only in a separate process.
+Owns: whether they exist and fit each other. Refuses to know: the machine (`checks`), the daemon that runs (`checks_daemon`). It
+must work if the rest does not, so it imports nothing else of the daemon, and imports vLLM only in a separate process.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
 import shlex
-import socket
 import stat
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from kvserver import __version__
 from kvserver.cli.checks import Finding, Machine, ok, problem, warning
-from kvserver.config import Settings, bearer, read_token
-from kvserver.protocol import ConfigError, barrier
-from kvserver.protocol.client import Client, RequestFailed, has_listener
-from kvserver.protocol.status import DaemonStatus
 
 OLDEST_VLLM = (0, 27, 1)
-_HELLO_SECONDS = 2.0
 _IMPORT_SECONDS = 180.0
 
-# ---- the daemon ---------------------------------------------------------------------------------
+# ---- the installation ---------------------------------------------------------------------------------
 
 
 def native_module(machine: Machine) -> Finding:
@@ -79,77 +68,6 @@ def endpoint_folder(machine: Machine) -> Finding:
     if not os.access(folder, os.W_OK | os.X_OK):
         return problem(f"{folder} is not writable", f"sudo chown {machine.uid} {quoted}, or give --endpoint")
     return ok(f"{folder} is yours")
-
-
-def daemon(machine: Machine) -> Finding:
-    url = machine.settings.endpoint
-    if not has_listener(url):
-        dead = ", only a dead daemon's socket" if Path(url.removeprefix("ipc://")).exists() else ""
-        return warning(f"none at {url}{dead}", _serve_command(machine))
-    if why := barrier(url):
-        return problem(why, "run this as the daemon's user, and its engines too")
-    try:
-        with Client(url, timeout=_HELLO_SECONDS) as client:
-            hello = client.hello("doctor")
-    except RequestFailed as error:
-        return problem(f"{url} answers: {error}", f"install one version everywhere; this one is {__version__}")
-    except TimeoutError:
-        if url.startswith("ipc://"):
-            return problem(f"the daemon at {url} does not answer", "kvserver status; then restart it")
-        return warning(f"none at {url}", _serve_command(machine))
-    except Exception as error:  # ZMQ's, for an invalid address
-        return problem(f"{url}: {error}", "give --endpoint ipc:///path or tcp://127.0.0.1:port")
-    text = f"kvserver {hello.server_version} answers at {url}, protocol {hello.protocol_version}"
-    if hello.server_version != __version__:
-        return warning(f"{text}; this is {__version__}", "restart the daemon with the version that is installed")
-    return ok(text)
-
-
-def _serve_command(machine: Machine) -> str:
-    default = Settings(endpoint=machine.settings.endpoint) == machine.settings
-    return "kvserver serve" if default else "kvserver serve, with the flags that you gave here"
-
-
-def http_port(machine: Machine) -> Finding:
-    host, port = machine.settings.http_host, machine.settings.http_port
-    try:
-        token = read_token(machine.settings.http_token_file)
-    except ConfigError as error:
-        return problem(
-            str(error),
-            f"(umask 077; openssl rand -hex 32 >{shlex.quote(machine.settings.http_token_file)})",
-        )
-    if port == 0:
-        return ok("any free one")
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            if running := _who_serves(host, port, token):
-                return ok(f"{host}:{port} is served by a running kvserver{running}")
-            return problem(f"{host}:{port} is in use by another program", "--http-port 0 uses a free port")
-        flags = "--http-port 8080" if error.errno == errno.EACCES else "--http-host 127.0.0.1"
-        return problem(f"{host}:{port}: {error.strerror or error}", f"kvserver serve {flags}")
-    return ok(f"{host}:{port} is free")
-
-
-def _who_serves(host: str, port: int, token: str) -> str:
-    """ ", boot ID" of a kvserver, or why it is unknown; "" for another program, or without an answer."""
-    where = f"[{host}]" if ":" in host else "127.0.0.1" if host == "0.0.0.0" else host
-    try:
-        request = urllib.request.Request(f"http://{where}:{port}/status", headers=bearer(token))
-        with urllib.request.urlopen(request, timeout=2) as answer:
-            boot_id = msgspec.json.decode(answer.read(), type=DaemonStatus).boot_id
-            return f", boot {boot_id}" if boot_id else ""
-    except urllib.error.HTTPError as error:
-        with error:
-            ours = (error.headers.get("Server") or "").startswith("kvserver/")
-            return f", which answers {error.code}: see --http-token-file" if ours else ""
-    except (OSError, msgspec.MsgspecError):
-        return ""
 
 
 # ---- vLLM ---------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The check of `kvserver doctor` on the storage behind L1: every tier of `--l2`.
+"""The check of `kvserver doctor` on the storage behind L1: every tier of `--l2`, and those of the daemon that runs.
 
 Owns: whether a folder can be used and has the space, and whether a server answers. Refuses to know: what a tier keeps there. It
 reads only, and loads what tiers need of other packages when there is a tier.
@@ -12,9 +12,10 @@ from os import W_OK, X_OK
 from pathlib import Path
 from typing import Any
 
-from kvserver.cli.checks import Finding, Level, Machine, ok, problem, size, warning
+from kvserver.cli.checks import SERVING_STATES, Finding, Level, Machine, ok, problem, size, warning
 from kvserver.config import TierUrl, parse_size, parse_tiers
 from kvserver.protocol import ConfigError
+from kvserver.protocol.status import TierStatus
 
 _OF_MEMORY = ("tmpfs", "ramfs")
 _OF_NETWORKS = ("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "glusterfs")
@@ -24,12 +25,30 @@ _LEVELS = list(Level)
 def storage(machine: Machine) -> Finding:
     """The tiers in one line, as bad as the worst of them."""
     tiers = parse_tiers(machine.settings.l2)
-    if not tiers:
+    found = {
+        f"{tier.shown}: ": _folder(machine, tier) if tier.kind == "file" else _server(machine, tier) for tier in tiers
+    }
+    if machine.running is not None:
+        found |= {f"the daemon's {tier.url}: ": _running(tier) for tier in machine.running.l2}
+        if tiers and {tier.shown for tier in tiers} != {tier.url for tier in machine.running.l2}:
+            found["the daemon that runs "] = warning(
+                "has other tiers than these flags", "give its own --l2 here, or restart it with these flags"
+            )
+    if not found:
         return ok("none: KV is in memory only (--l2)")
-    found = [_folder(machine, tier) if tier.kind == "file" else _server(machine, tier) for tier in tiers]
-    worst = max((finding.level for finding in found), key=_LEVELS.index)
-    texts = (f"{tier.shown}: {finding.text}" for tier, finding in zip(tiers, found, strict=True))
-    return Finding(worst, "; ".join(texts), "; ".join(finding.fix for finding in found if finding.fix))
+    worst = max((finding.level for finding in found.values()), key=_LEVELS.index)
+    texts = "; ".join(head + finding.text for head, finding in found.items())
+    return Finding(worst, texts, "; ".join(finding.fix for finding in found.values() if finding.fix))
+
+
+def _running(tier: TierStatus) -> Finding:
+    """The state of a tier in the daemon, which alone knows whether its reads and writes work."""
+    if tier.state in SERVING_STATES:
+        return ok(tier.state.replace("_", " "))
+    grade = problem if tier.required and tier.state != "opening" else warning
+    return grade(
+        f"{tier.state}: {tier.failure or 'no reason is known'}", "kvserver status; the daemon tries again by itself"
+    )
 
 
 def _folder(machine: Machine, tier: TierUrl) -> Finding:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from kvserver import __version__
-from kvserver.cli import bundle, checks, checks_engine, checks_gpu, checks_service, checks_storage
+from kvserver.cli import bundle, checks, checks_daemon, checks_engine, checks_gpu, checks_service, checks_storage
 from kvserver.cli.checks import Finding, Level, Machine, ok, problem, warning
 from kvserver.cli.terminal import show
 from kvserver.config import Settings, flag, read_configuration
@@ -37,8 +37,8 @@ CHECKS: dict[str, Check] = {
     "environment": checks.environment,
     "native module": checks_service.native_module,
     "endpoint": checks_service.endpoint_folder,
-    "daemon": checks_service.daemon,
-    "HTTP port": checks_service.http_port,
+    "daemon": checks_daemon.daemon,
+    "HTTP port": checks_daemon.http_port,
     "storage": checks_storage.storage,
     "vLLM": checks_service.vllm,
 }

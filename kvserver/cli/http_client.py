@@ -81,6 +81,8 @@ def _body(arguments: argparse.Namespace, path: str, method: str, seconds: float)
             reason = found.get("message") or error.reason
             raise RefusedRequest(f"kvserver: {url} answers {error.code}: {reason}", error.code, found) from None
     except (urllib.error.URLError, OSError, ValueError, http.client.HTTPException) as error:
+        if isinstance(error, TimeoutError) or isinstance(getattr(error, "reason", None), TimeoutError):
+            raise NoAnswer(f"kvserver: {url} does not answer within {seconds:g} s; see kvserver doctor") from None
         raise NoAnswer(f"kvserver: no daemon answers at {url}: {error}; see --http-host and --http-port") from None
 
 

@@ -24,6 +24,12 @@ _HOME_AND_ERASE_BELOW = "\x1b[H\x1b[J"
 _ERASE_SCREEN = "\x1b[2J"
 _BAR = 20
 _WIDTH = 120
+EXIT_CODES = "exit codes: 0 the daemon is ready, 1 none answers, 2 a bad argument, 3 it answers and is not ready; 0 at the end of a watch"
+NOT_READY = 3  # as systemctl's code for a unit that is not active
+SERVING = {
+    "stores-off": "lookups find chunks, no store is taken",
+    "off": "no lookup finds a chunk, no store is taken; engines run without cache",
+}
 _NAMES = {"l0": "L0", "l1": "L1", "l2": "L2", "computed": "computed"}
 
 
@@ -41,17 +47,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """NoAnswer if no daemon answers; a watch continues through a daemon's restart, and Ctrl-C ends it."""
+    """The exit code, as in EXIT_CODES. NoAnswer if no daemon answers; a watch continues through a daemon's restart, and Ctrl-C ends it."""
     if arguments.watch is None:
-        show(_look(arguments))
-        return 0
+        text, ready = _look(arguments)
+        show(text)
+        return 0 if ready else NOT_READY
     in_place = sys.stdout.isatty() and not arguments.json
     try:
         if in_place:
             sys.stdout.write(_ERASE_SCREEN)
         while True:
             try:
-                text = _look(arguments, indent=None)
+                text, _ = _look(arguments, indent=None)
             except http_client.NoAnswer as error:
                 text = str(error)
             stamp = "" if arguments.json else time.strftime("%H:%M:%S") + "  "
@@ -69,10 +76,13 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _look(arguments: argparse.Namespace, indent: int | None = 2) -> str:
+def _look(arguments: argparse.Namespace, indent: int | None = 2) -> tuple[str, bool]:
+    """(what is shown, whether the daemon is ready)."""
     if arguments.json:  # also keys that this version does not know
-        return json.dumps(http_client.get(arguments, "/status", dict[str, Any]), indent=indent)
-    return table(http_client.get(arguments, "/status", DaemonStatus))
+        found = http_client.get(arguments, "/status", dict[str, Any])
+        return json.dumps(found, indent=indent), found.get("ready") is True
+    status = http_client.get(arguments, "/status", DaemonStatus)
+    return table(status), status.ready
 
 
 def table(status: DaemonStatus) -> str:
@@ -91,10 +101,14 @@ def table(status: DaemonStatus) -> str:
         f"{totals.failed_stores} failed stores, {totals.failed_loads} failed loads, {totals.errors} errors",
     ]
     lines += [_gpu(gpu, l1) for gpu in status.gpus]
+    if status.not_ready:
+        lines.append(f"NOT READY  {status.not_ready}")
     if status.stale_seconds is not UNSET:
         lines.append(
             f"STALE  the event loop has not answered for {status.stale_seconds:.1f} s; this is its last status"
         )
+    if consequence := SERVING.get(status.serving):
+        lines.append(f"SERVING is {status.serving.upper()}: {consequence}")
     if unbalanced := status.books.unbalanced:
         counts = ", ".join(f"{name} {count}" for name, count in asdict(status.books).items() if name != "unbalanced")
         lines.append(

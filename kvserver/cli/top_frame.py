@@ -11,7 +11,7 @@ from msgspec import UNSET
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
-from kvserver.cli.status import bar, duration, rate, size, tier_line, what_if
+from kvserver.cli.status import SERVING, bar, duration, rate, size, tier_line, what_if
 from kvserver.cli.terminal import plain
 from kvserver.cli.top_view import Rates, Reading, missed_tokens
 from kvserver.protocol.status import DaemonStatus, InstanceStatus
@@ -89,9 +89,13 @@ def _title(status: DaemonStatus, rates: Rates | None, keys: str) -> str:
 
 
 def _trouble(status: DaemonStatus) -> Iterator[str]:
+    if status.not_ready:
+        yield _head("NOT READY", status.not_ready)
     if status.stale_seconds is not UNSET:
         text = f"the event loop has not answered for {status.stale_seconds:.1f} s; this is its last status"
         yield _head("STALE", text)
+    if consequence := SERVING.get(status.serving):
+        yield _head("SERVING", f"is {status.serving.upper()}: {consequence}")
     if status.books.unbalanced:
         yield _head("AUDIT", f"the accounting did not balance in {status.books.unbalanced} audits: report it")
 
@@ -168,7 +172,7 @@ def _engines(status: DaemonStatus, rates: Rates | None) -> Iterator[str]:
     nothing = ("-",) * (len(_NUMBERS) + 1)
     rows = [
         *((one.instance_id, one.model_name, "NO CACHE", *nothing) for one in status.refused_engines),
-        *(_row(one, rates) for one in status.instances),
+        *(_row(one, rates, status.serving == "off") for one in status.instances),
         *(
             (one.instance_id, one.model_name, "left", *nothing[1:], f"{duration(one.gone_seconds)} ago")
             for one in status.departed
@@ -200,7 +204,7 @@ def _cell(text: str) -> str:
     return shown if cell_len(shown) <= _MOST_NAME else set_cell_size(shown, _MOST_NAME)
 
 
-def _row(one: InstanceStatus, rates: Rates | None) -> tuple[str, ...]:
+def _row(one: InstanceStatus, rates: Rates | None, is_off: bool) -> tuple[str, ...]:
     requests = one.requests
     total = sum(requests.prompt_tokens.values())
     stats = None if one.load is None or one.load.stale else one.load
@@ -208,7 +212,7 @@ def _row(one: InstanceStatus, rates: Rates | None) -> tuple[str, ...]:
     return (
         one.instance_id,
         one.model_name,
-        "WAITING" if not one.namespace else "private" if one.private else "on",
+        "WAITING" if not one.namespace else "NO CACHE" if is_off else "private" if one.private else "on",
         f"{len(one.workers)}/{one.world_size}",
         number(stats.running) if stats is not None else "-",
         number(stats.waiting) if stats is not None else "-",

@@ -7,6 +7,7 @@ from kvserver.config.names import flag, unknown_flags, unknown_variables, variab
 from kvserver.config.otlp import OtlpEndpoint, parse_otlp_endpoint
 from kvserver.config.placement import Placement, choose_l1, gpu_cpus, gpu_node, interleaved_nodes
 from kvserver.config.settings import (
+    SERVING_MODES,
     GiB,
     MiB,
     Settings,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from decimal import Decimal
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import msgspec
 from msgspec import Meta
@@ -22,6 +22,10 @@ REMOVED = {
 KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
 MIN_L1_BYTES = 64 * KiB  # one page of any size
 _UNITS = {"": 1, "b": 1, "kib": KiB, "mib": MiB, "gib": GiB, "tib": 1 << 40, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+
+
+ServingMode = Literal["on", "stores-off", "off"]
+SERVING_MODES: tuple[str, ...] = get_args(ServingMode)
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -158,6 +162,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             description="How long a lookup protects the chunks that it found from eviction, if its request never ends.",
         ),
     ] = 60.0
+    serving: Annotated[
+        ServingMode,
+        Meta(
+            description="Use of the cache at the start. stores-off: lookups find what L1 and L2 have, and no store is taken. off: lookups also find "
+            "nothing. L1 keeps its chunks, and engines need no restart. POST /config/serving changes it until the daemon ends."
+        ),
+    ] = "on"
     copy_threads: Annotated[
         int, Meta(ge=1, le=256, description="Native threads that copy blocks between L1 and CPU memory of engines.")
     ] = 2

@@ -47,6 +47,7 @@ from kvserver.protocol.messages import (
     PROTOCOL_VERSION,
     REGISTERED,
     REQUEST_ID_BYTES,
+    SERVING_OFF,
     Attach,
     Attached,
     AwaitFill,

@@ -51,6 +51,7 @@ from kvserver.protocol.routing import ChunkContents, DescribeScheduler, EngineLo
 PROTOCOL_VERSION = 5
 OLDEST_PROTOCOL_VERSION = 4  # that the server speaks: its engines store all KV cache groups as one object group
 REGISTERED = "registered"  # HelloReply.standing: all ranks have registered and agree
+SERVING_OFF = "serving_off"  # HelloReply.standing: as REGISTERED, and the operator has switched serving off
 REQUEST_ID_BYTES = 8
 MOST_MESSAGE_BYTES = 4 << 20  # clients split far below; a larger message gets an error
 
@@ -288,7 +289,7 @@ class HelloReply(Message):
     kv_events: bool = False  # whether a Store should carry the contents of its chunks
     boundary_interval: int = 0  # tokens between boundaries to keep beside the ends of prompts and requests; 0: none
     lease_seconds: float = 0.0  # how long a lookup protects the chunks that it found; 0: not stated
-    standing: str = ""  # state of the engine that Hello named: REGISTERED, or an error code; "": not stated
+    standing: str = ""  # of the engine that Hello named: REGISTERED, SERVING_OFF or an error code; "": not stated
     standing_text: str = ""  # the same state for people
     tails: bool = False  # whether a worker may register with tails
     parents: bool = False  # whether each Store of full attention should have `after`
@@ -317,12 +318,14 @@ class LookupReply(Message):
 class Stored(Message):
     """`stored` chunks were copied; `skipped` chunks were resident or being stored; `starved` chunks found no space.
 
-    Of a replicated group the chunks that other ranks copy are skipped.
+    `declined` chunks were not taken, since the operator has switched stores off. Of a replicated group the chunks that other
+    ranks copy are skipped.
     """
 
     stored: int
     skipped: int
     starved: int = 0
+    declined: int = 0
 
 
 class Retrieved(Message):

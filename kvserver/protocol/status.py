@@ -363,7 +363,7 @@ class WhatIfStatus(Struct, frozen=True, kw_only=True):
 
 
 class DaemonStatus(Struct, frozen=True, kw_only=True):
-    """Made in the loop's thread, but for the last two fields. A field that is UNSET is no key of `/status`."""
+    """Made in the loop's thread, but for `stale_seconds` and `http`. A field that is UNSET is no key of `/status`."""
 
     version: str = ""
     boot_id: str = ""
@@ -392,3 +392,5 @@ class DaemonStatus(Struct, frozen=True, kw_only=True):
     refused_engines: list[RefusedEngineStatus] = []
     stale_seconds: float | UnsetType = UNSET  # since the loop's last turn, if it does not answer
     http: PagesStatus | UnsetType = UNSET
+    serving: str = ""  # on, stores-off or off
+    not_ready: str = ""  # why it should receive no traffic, as /readyz states it

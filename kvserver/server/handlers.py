@@ -16,6 +16,8 @@ from kvserver.kv_events import Feed
 from kvserver.protocol import (
     OLDEST_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
+    REGISTERED,
+    SERVING_OFF,
     AwaitFill,
     Clear,
     Cleared,
@@ -43,6 +45,7 @@ from kvserver.server.clears import ClearRefusal, ClearRequest, Clears
 from kvserver.server.copy_checks import check_chunk, chunk_count
 from kvserver.server.loads import Loads
 from kvserver.server.lookups import L1Lookups
+from kvserver.server.serving import Serving
 from kvserver.server.stores import Stores
 from kvserver.server.upkeep import Upkeep
 from kvserver.tiering import Storage
@@ -62,6 +65,7 @@ class Handlers:
     reports: EngineReports
     upkeep: Upkeep
     feed: Feed
+    serving: Serving
 
     def handle(self, request: Request, respond: Respond) -> None:
         """Answer now, or later when a ticket completes; notices only on error. KVServerError is the caller's to send.
@@ -119,6 +123,8 @@ class Handlers:
                 f"{OLDEST_PROTOCOL_VERSION} to {PROTOCOL_VERSION}",
             )
         standing, text = self.workers.registration_state(request.instance_id, request.incarnation)
+        if standing == REGISTERED and (why := self.serving.why_nothing_is_found):
+            standing, text = SERVING_OFF, why
         return replace(self.hello, protocol_version=request.protocol_version, standing=standing, standing_text=text)
 
     def _take_kv_events(self, request: TakeKVEvents) -> KVEventsTaken:

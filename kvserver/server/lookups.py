@@ -24,6 +24,7 @@ from kvserver.engines import Instance, Instances
 from kvserver.events import Bus, LookupEnded
 from kvserver.protocol import KEY_BYTES, ErrorCode, KVServerError, Lookup, LookupReply, LookupTail
 from kvserver.server.copy_checks import check_chunk, check_tail, chunk_count
+from kvserver.server.serving import Serving
 from kvserver.tiering import Storage
 
 _MOST_OPEN = 1024  # the oldest are over then: each keeps its keys
@@ -49,6 +50,7 @@ class L1Lookups:
     instances: Instances
     lease_seconds: float
     storage: Storage
+    serving: Serving
     bus: Bus
     clock: Callable[[], float] = time.monotonic
     # By (instance id, request id), the oldest first: they have replied that the hit may go on.
@@ -65,10 +67,8 @@ class L1Lookups:
         owner = (request.instance_id, request.request_id)
         self.complete(owner)
         namespace = instance.namespace_of(request.variant)
-        if namespace is None or self.devices.lost:  # a hit that cannot be loaded only costs the engine
-            missed = ((MissReason.UNAVAILABLE, chunks),) if chunks else ()
-            why = self.devices.lost or instance.ranks_text
-            outcome = LookupOutcome(chunks, 0, missed, request.keys[:KEY_BYTES], unavailable=why)
+        if namespace is None or self._unavailable:
+            outcome = _nothing(request, chunks, self._unavailable or instance.ranks_text)
             return self._over(_Looked(request, instance, namespace or b"", spec.chunk_tokens, began_ns, outcome))
         outcome = self.cache.lookup(namespace, request.keys, owner, self._deadline())
         in_l2 = self.storage.found(instance, namespace, request.keys, outcome.hit_chunks, request.durability)
@@ -96,7 +96,10 @@ class L1Lookups:
         if looked is None or looked.instance is not instance:
             raise KVServerError(ErrorCode.BAD_KEYS, f"no lookup of request {request.request_id!r} waits for a tail")
         del self._open[owner]
-        self._find_tail(looked, request.tail_keys)
+        if self._unavailable:  # since the first half
+            looked.outcome = _nothing(looked.request, looked.outcome.chunks, self._unavailable)
+        else:
+            self._find_tail(looked, request.tail_keys)
         return self._over(looked)
 
     def complete(self, owner: tuple[str, str]) -> None:
@@ -118,7 +121,7 @@ class L1Lookups:
         """After a fill, which read so many tokens: lease what L1 has now. The lookup was counted before."""
         instance = self.instances.by_id.get(request.instance_id)
         namespace = instance.namespace_of(request.variant) if instance is not None else None
-        if instance is None or namespace is None or self.devices.lost:
+        if instance is None or namespace is None or self._unavailable:
             return LookupReply(0)
         owner = (request.instance_id, request.request_id)
         outcome = self.cache.lookup(namespace, request.keys, owner, self._deadline())
@@ -127,6 +130,11 @@ class L1Lookups:
             self._find_tail(looked, request.tail_keys)
         l2_chunks = min(outcome.hit_chunks, filled_tokens // looked.chunk_tokens)
         return replace(_reply(looked.outcome), l2_chunks=l2_chunks)
+
+    @property
+    def _unavailable(self) -> str:
+        """Why no engine finds a chunk: a hit that cannot be loaded only costs the engine, or the operator wants none. "" if they do."""
+        return self.devices.lost or self.serving.why_nothing_is_found
 
     def _deadline(self) -> float:
         return self.clock() + self.lease_seconds
@@ -142,6 +150,11 @@ class L1Lookups:
         )  # fmt: skip
         self.bus.publish(ended, len(request.keys) + len(looked.tail_keys))
         return _reply(outcome, fill_chunks=fill_chunks)
+
+
+def _nothing(request: Lookup, chunks: int, why: str) -> LookupOutcome:
+    missed = ((MissReason.UNAVAILABLE, chunks),) if chunks else ()
+    return LookupOutcome(chunks, 0, missed, request.keys[:KEY_BYTES], unavailable=why)
 
 
 def _reply(outcome: LookupOutcome, wants_tail: bool = False, fill_chunks: int = 0) -> LookupReply:

@@ -14,6 +14,7 @@ from kvserver.events import Bus, ChunksDescribed, ChunksEvicted, ChunksStored, p
 from kvserver.protocol import TOKEN_BYTES, Error, ErrorCode, KVServerError, Store, Stored
 from kvserver.server.copies import Copies, failure
 from kvserver.server.copy_checks import chunk_count, group_of, keys_at, own_places, store_blocks
+from kvserver.server.serving import Serving
 from kvserver.tiering import Storage
 
 log = logging.getLogger(__name__)
@@ -27,6 +28,7 @@ class Stores:
     copies: Copies
     bus: Bus
     storage: Storage
+    serving: Serving
     _steps: int = STEPS_PER_TURN  # that are left in this turn
     # Stores whose plan takes more than one turn. Each ends when the plan is complete, at its deadline or when its worker
     # closes, whose memory stays mapped until then.
@@ -54,6 +56,10 @@ class Stores:
         namespace = group.namespace(chunks)
         blocks = store_blocks(request, worker, group)
         self.copies.counts_of(worker).stores += 1
+        if not self.serving.takes_stores:
+            # Its word stays PENDING: an engine that saw FAILED before the reply would count a failed store.
+            respond(Stored(stored=0, skipped=0, declined=chunk_count(request.keys)))
+            return
         after = (chunks, request.after) if request.after and group.layout.tails else None
         plan = self._plan_objects(request, worker, group, namespace, after)
         ticket = StoreTicket(request, respond, worker, group, namespace, blocks, plan, self.copies.now_ns())

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from msgspec import UNSET, UnsetType
 
+from kvserver.config import SERVING_MODES
 from kvserver.protocol import CONNECTION_REFUSED, WAIT_SECONDS, ErrorCode
 from kvserver.protocol.status import (
     DaemonStatus,
@@ -29,6 +30,7 @@ _REFUSALS = dict.fromkeys((*(code.value for code in ErrorCode), CONNECTION_REFUS
 _INTERNAL = {(ErrorCode.INTERNAL.value, name): 0 for name in TYPES}  # so that the first one is an increase
 _DAEMON: tuple[Metric[DaemonStatus], ...] = (
     Metric("kvserver_ready", "1 while the daemon should receive traffic, 0 while it should not, as /readyz answers.", Kind.GAUGE, lambda of: +of.ready),
+    Metric("kvserver_serving", "1 for the present state of the operator's switch: on, stores-off (lookups find chunks, no store is taken) or off (no lookup finds a chunk either).", Kind.GAUGE, lambda of: {mode: +(of.serving == mode) for mode in SERVING_MODES}, ("serving",)),
     Metric("kvserver_loop_lag_seconds", "Longest turn of the daemon's event loop in the last 10 to 20 seconds.", Kind.GAUGE, lambda of: of.loop_lag_seconds),
     Metric("kvserver_metrics_sample_rate", "Share of block and chunk lifetimes that the lifetime histograms of L0 and L1 sample.", Kind.GAUGE, lambda of: of.metrics_sample_rate),
     Metric("kvserver_l1_size_bytes", "Memory that L1 has for chunks.", Kind.GAUGE, lambda of: of.l1.size_bytes),

@@ -1,5 +1,6 @@
 """The status pages: `/status`, `/instances`, `/metrics`, `/livez`, `/readyz`, `/config`, `/kv/snapshot`, `/explain`, the page for
-people at `/` with its assets and `/history`, and the commands `POST /cache/clear`, `POST /audit`, `POST /kv/match`.
+people at `/` with its assets and `/history`, and the commands `POST /cache/clear`, `POST /config/serving`, `POST /audit`,
+`POST /kv/match`.
 
 A request is read as a whole before it is answered: first its head, which `access` decides on, then its body.
 
@@ -28,11 +29,11 @@ from kvserver import __version__
 from kvserver.parts import Observability
 from kvserver.protocol.status import DaemonStatus
 from kvserver.routing import MOST_BODY_BYTES, MatchPages
-from kvserver.server import Audit, Clears, Server, Upkeep
+from kvserver.server import Audit, Clears, Server, Serving, Upkeep
 from kvserver.telemetry import Family, RpcCounts
 from kvserver.telemetry.metrics_process import process_families
 from kvserver.telemetry.prometheus import render
-from kvserver.web import clear_page, explain_page, page, snapshot_page
+from kvserver.web import clear_page, explain_page, page, serving_page, snapshot_page
 from kvserver.web.access import OPEN_PAGES, Access, Refusal
 from kvserver.web.connections import ANSWER_SECONDS, IDLE_SECONDS, REQUEST_SECONDS, WHY_SPARE, Connections, Phase
 from kvserver.web.history import NO_HISTORY, History
@@ -59,6 +60,7 @@ class StatusPages(Connections):
         settings: Mapping[str, Any] = {},
         token: str = "",
         *,
+        serving: Serving | None = None,
         history: History = NO_HISTORY,
         copy_threads: int = 1,
     ) -> None:
@@ -70,7 +72,8 @@ class StatusPages(Connections):
         self.match = match
         self.upkeep = upkeep
         self.clears = Clears(upkeep)
-        self.settings = settings
+        self.serving = serving or Serving()
+        self._settings = settings
         self.explain = observability.explain
         self.page_data = page.Data(history, observability.ages, Memcpy(copy_threads))
         self.make_kv_snapshot = observability.publisher.snapshot if observability.publisher is not None else None
@@ -134,6 +137,13 @@ class StatusPages(Connections):
     def handle_error(self, request: Any, client_address: Any) -> None:
         """An error of one page: mostly a client that disconnected."""
         log.debug("http: error for %s", client_address, exc_info=True)
+
+    def settings(self) -> dict[str, Any]:
+        """Every setting with its value and source, as the daemon has it now."""
+        if not self.serving.switched:
+            return {**self._settings}
+        now = {"value": self.serving.mode, "source": "request", "source_name": "POST /config/serving"}
+        return {**self._settings, "serving": {**self._settings["serving"], **now}}
 
     def not_ready(self) -> str | None:
         """Why this daemon should receive no traffic, or None."""
@@ -253,7 +263,7 @@ class _Handler(BaseHTTPRequestHandler):
         return "GET" if self.command == "HEAD" else self.command
 
     def do_GET(self) -> None:
-        has_query = self._method == "GET" or self._page_name == "/cache/clear"
+        has_query = self._method == "GET" or self._page_name in _COMMANDS_WITH_QUERY
         page = _PAGES.get(f"{self._method} {self._page_name if has_query else self.path}")
         if page is None:
             self._send(404, f"no page {self.path}; there are {_LISTED}\n")
@@ -314,10 +324,14 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(200 if reason is None else 503, (reason or "ready") + "\n")
 
     def _config(self) -> None:
-        self._send(200, json.dumps(self.server.settings, indent=2) + "\n", "application/json")
+        self._send(200, json.dumps(self.server.settings(), indent=2) + "\n", "application/json")
 
     def _clear(self) -> None:
         code, body = clear_page.answer(self.server.clears, self.server.ask, self.path.partition("?")[2])
+        self._send(code, body, "application/json")
+
+    def _serving(self) -> None:
+        code, body = serving_page.answer(self.server.serving, self.server.ask, self.path.partition("?")[2])
         self._send(code, body, "application/json")
 
     def _audit(self) -> None:
@@ -373,7 +387,9 @@ _PAGES: dict[str, Callable[[_Handler], None]] = {
     "GET /config": _Handler._config,
     "GET /kv/snapshot": _Handler._kv_snapshot,
     "POST /cache/clear": _Handler._clear,
+    "POST /config/serving": _Handler._serving,
     "POST /audit": _Handler._audit,
     "POST /kv/match": _Handler._match,
 }
+_COMMANDS_WITH_QUERY = ("/cache/clear", "/config/serving")
 _LISTED = ", ".join(name for name in _PAGES if not name.startswith("GET /assets/"))

@@ -85,6 +85,11 @@ def test_the_gauges_are_there_from_the_start_and_read_no(make_engine, make_front
     assert front.reason in ("starting", "no_daemon")
 
 
+def test_the_name_of_an_engine_in_kvserver_is_in_its_metrics(make_daemon, make_engine, make_front_end):
+    front = make_front_end(make_engine(make_daemon(), engine_id="llama-a"))
+    assert front.series("engine_info") == {("llama-a",): 1.0}
+
+
 def test_the_daemon_is_asked_where_no_step_reports(make_daemon, make_engine, make_front_end):
     engine = make_engine(make_daemon())
     wait_reason(make_front_end(engine), "")

@@ -300,3 +300,10 @@ def test_events_that_are_not_handled_fill_their_queue_and_are_dropped(
             for number in [worker.send(worker.lookup_message(keys, "r")) for _ in range(2000)]:
                 worker.reply_to(number)
         firing(tmp_path, {"KVServerEventsQueued", "KVServerEventsDropped"}, before, daemon.http("/metrics")[1])
+
+
+def test_a_daemon_that_was_switched_off_and_forgotten(make_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
+    daemon = make_daemon()
+    before = metrics(daemon)
+    assert daemon.http("/config/serving?value=off", "POST")[0] == 200
+    firing(tmp_path, {"KVServerServingOff"}, before, metrics(daemon))

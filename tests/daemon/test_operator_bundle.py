@@ -130,7 +130,7 @@ def test_a_daemon_that_hangs_is_described_by_its_process_and_log(make_daemon, tm
     ended = bundle(daemon, path, "--json")
     assert ended.returncode == 0, ended.stderr
     found = outcomes(ended)
-    assert "no daemon answers" in found["status.json"]
+    assert "does not answer within" in found["status.json"]
     assert [found[name] for name in ("doctor.json", "log.txt", "process.txt", "machine.json")] == ["ok"] * 4
     assert re.search(r"^State:\s*T", parts_of(path)["process.txt"], re.MULTILINE), "it is stopped"
 

@@ -330,3 +330,16 @@ def test_the_answer_agrees_with_the_number_of_engines(
     ):
         make_worker(daemon, instance_id=name, world_size=ranks)
         browser.wait_for_text("#on-answer", answer)
+
+
+def test_the_operators_switch_is_the_answer(browser: Browser, make_daemon: MakeDaemon, make_worker: MakeWorker) -> None:
+    daemon = make_daemon()
+    make_worker(daemon)
+    browser.open(daemon)
+    for mode, answer in (
+        ("off", "No: serving is switched off"),
+        ("stores-off", "In part: stores are switched off"),
+        ("on", "Yes: one engine"),
+    ):
+        assert daemon.http(f"/config/serving?value={mode}", "POST")[0] == 200
+        browser.wait_for_text("#on-answer", answer)

@@ -101,6 +101,7 @@ FAMILIES = {
     "kvserver_rpc_seconds": "histogram",
     "kvserver_rpc_errors": "counter",
     "kvserver_ready": "gauge",
+    "kvserver_serving": "gauge",
     "kvserver_loop_lag_seconds": "gauge",
     "kvserver_build_info": "gauge",
 }

@@ -17,6 +17,7 @@ WHAT_IF_DAEMON = ("daemon/test_what_if.py",)
 CLEARS = "kvserver/server/clears.py"
 LOOP = "kvserver/server/loop.py"
 CLEAR_TESTS = ("daemon/test_operator_clear.py",)
+SERVING_TESTS = ("daemon/test_serving.py",)
 SPILL_TESTS = ("unit/tiering/test_spill.py",)
 
 MUTANTS = (
@@ -118,6 +119,25 @@ MUTANTS = (
             "::test_what_was_removed_is_bound_again_and_engines_stay_connected",
         ),
     ),
+    # ---- serving.py, and who asks it ---------------------------------------------------------------
+    Mutant(
+        "a lookup finds chunks although serving is off",
+        L1_LOOKUPS, "L1Lookups._unavailable", "self.devices.lost or self.serving.why_nothing_is_found", "self.devices.lost",
+        SERVING_TESTS,
+    ),
+    Mutant(
+        "the second half of a lookup finds blocks although serving is off",
+        L1_LOOKUPS, "L1Lookups.answer_tail", "if self._unavailable:", "if False:", SERVING_TESTS,
+    ),
+    Mutant(
+        "a store is taken although stores are off",
+        STORES, "Stores._plan", "if not self.serving.takes_stores:", "if False:", SERVING_TESTS,
+    ),
+    Mutant(
+        "with stores off nothing is found",
+        "kvserver/server/serving.py", "Serving.why_nothing_is_found", 'if self.mode == "off"', 'if self.mode != "on"',
+        SERVING_TESTS,
+    ),
     # ---- handlers.py --------------------------------------------------------------------------------
     Mutant(
         "a lookup that waits for its tail is forgotten with its request",
@@ -142,7 +162,7 @@ MUTANTS = (
     # ---- lookups.py ---------------------------------------------------------------------------------
     Mutant(
         "a hit is reported although the device is lost",
-        L1_LOOKUPS, "L1Lookups.answer", "if namespace is None or self.devices.lost:", "if namespace is None:",
+        L1_LOOKUPS, "L1Lookups.answer", "if namespace is None or self._unavailable:", "if namespace is None:",
         ("daemon/test_device_loss.py",),
     ),
     Mutant(

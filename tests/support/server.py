@@ -78,7 +78,7 @@ def running_server(
     parts = Parts(settings, cache, devices, lifelines, tiers=tiers)
     server, observability = parts.make_server(endpoint), parts.observability
     match = MatchPages(observability.index, lambda: server.call(parts.instances_status))
-    pages = StatusPages(("127.0.0.1", 0), server, observability, match, parts.upkeep)
+    pages = StatusPages(("127.0.0.1", 0), server, observability, match, parts.upkeep, serving=parts.serving)
     loop = threading.Thread(target=server.run)
     observability.start(pages.families)
     loop.start()

@@ -233,6 +233,26 @@ def test_a_hung_daemon_costs_little_and_then_nothing(
     wait_until(lambda: first.generate([prompt(300, 300)], 1) and first.counters()["scheduler"]["lookups"] > sent, 30)
 
 
+def test_an_operator_switches_serving_off_and_on_under_an_engine(
+    first: Engine, second: Engine, engines: Engines, start_daemon: Start, prompt: Make
+) -> None:
+    texts = [prompt(340 + n, 700) for n in range(2)]
+    alone = reference(first, texts)
+    daemon = start_daemon()
+    engines.wait_registered(daemon)
+    first.generate(texts)
+    first.wait_for_stores()
+    for mode, cached in (("off", 0), ("stores-off", 512), ("on", 512)):
+        assert daemon.http(f"/config/serving?value={mode}", "POST")[0] == 200
+        second.forget()
+        found = second.generate(texts)
+        assert [o["tokens"] for o in found] == alone, mode
+        assert [o["cached_tokens"] for o in found] == [cached] * 2, mode
+        second.wait_for_stores()
+    assert daemon.status()["totals"]["errors"] == 0
+    assert daemon.status()["totals"]["failed_stores"] == 0
+
+
 def test_a_slow_a_full_and_a_refusing_daemon(first: Engine, second: Engine, start_daemon: Start, prompt: Make) -> None:
     texts = [prompt(310 + n, 900) for n in range(4)]
     alone = reference(first, texts)

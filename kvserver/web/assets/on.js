@@ -4,9 +4,10 @@ import { el, setList, setText, table } from "./dom.js";
 import { count, duration, exact, percent, plural } from "./format.js";
 
 /** State of an engine, and why it has no cache or not all of it. */
-export function stateOf(instance, hasSharedTier) {
+function stateOf(instance, hasSharedTier, serving) {
   const ranks = `${instance.workers.length} of ${instance.world_size}`;
   if (!instance.namespace) return { word: "Without cache", why: `waits until all ranks are registered and agree: ${ranks} registered so far`, on: false };
+  if (serving === "off") return { word: "Without cache", why: "serving is switched off", on: false };
   if (instance.private) return { word: "On, alone", why: `shares KV with no other engine: ${instance.private}`, on: true };
   if (instance.machine_only && hasSharedTier) return { word: "On", why: `uses L2 in files only: ${instance.machine_only}`, on: true };
   return { word: "On", why: instance.requests.lookups ? "" : "no lookup yet", on: true };
@@ -14,7 +15,7 @@ export function stateOf(instance, hasSharedTier) {
 
 export function showOn(status, notReady) {
   const hasSharedTier = status.l2.some((tier) => tier.kind !== "file");
-  const states = status.instances.map((instance) => stateOf(instance, hasSharedTier));
+  const states = status.instances.map((instance) => stateOf(instance, hasSharedTier, status.serving));
   const refused = (status.refused_engines ?? []).filter((one) => !status.instances.some((known) => known.instance_id === one.instance_id));
   setText("on-answer", answer(status, states, refused, notReady));
   setList("engines", [status.instances.map(shownOf), status.departed.map(departedOf), refused, states], () => [
@@ -24,11 +25,13 @@ export function showOn(status, notReady) {
 
 function answer(status, states, refused, notReady) {
   if (!status.ready) return `No: ${notReady || "the daemon is not ready"}.`;
+  if (status.serving === "off") return "No: serving is switched off (POST /config/serving): no lookup finds a chunk, no store is taken.";
   const all = states.length + refused.length;
   const without = states.filter((state) => !state.on).length + refused.length;
   if (all === 0) return "Yes, but no engine is connected.";
   if (without === all) return all === 1 ? "No: the only engine runs without cache." : `No: all ${plural(all, "engine")} run without cache.`;
   if (without) return `In part: ${exact(without)} of ${plural(all, "engine")} ${without === 1 ? "runs" : "run"} without cache.`;
+  if (status.serving === "stores-off") return "In part: stores are switched off (POST /config/serving); lookups find what is there.";
   return all === 1 ? "Yes: one engine is connected and uses the cache." : `Yes: ${plural(all, "engine")} are connected and use the cache.`;
 }
 

@@ -18,7 +18,7 @@ OTHER_UID = 65533
 STRANGER = """
 import os, sys, time, encodings.idna, logging.handlers
 from kvserver.adapters.common.link import Link, absence, failure
-from kvserver.cli import checks_service
+from kvserver.cli import checks_daemon
 from kvserver.cli.checks import Machine
 from kvserver.config import Settings
 from kvserver.protocol import default_endpoint
@@ -32,7 +32,7 @@ if what == "link":
     link.start(5)
     print(*link.cache_status)
 elif what == "doctor":
-    found = checks_service.daemon(Machine(Settings(endpoint=where)))
+    found = checks_daemon.daemon(Machine(Settings(endpoint=where)))
     print("not_permitted" if found.level == "problem" and "as the daemon's user" in found.fix else found, found.text)
 elif what == "command":
     try:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvserver import __version__
-from kvserver.cli import checks, checks_service, doctor
+from kvserver.cli import checks, checks_daemon, checks_service, doctor
 from kvserver.cli.checks import Finding, Level, Machine
 from kvserver.config import Settings, bytes_beside_l1
 from kvserver.config.settings import GiB, MiB
@@ -261,33 +261,33 @@ def test_an_endpoint_that_is_too_long_or_no_folder_is_a_problem(tmp_path: Path) 
 
 
 def test_no_daemon_is_a_warning_with_the_command_that_starts_it(tmp_path: Path) -> None:
-    is_warning(checks_service.daemon(machine(tmp_path)), "none at ipc://", "kvserver serve")
+    is_warning(checks_daemon.daemon(machine(tmp_path)), "none at ipc://", "kvserver serve")
 
 
 def test_the_socket_of_a_dead_daemon_is_distinguished_from_one_that_hangs(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(checks_service, "_HELLO_SECONDS", 0.3)
+    monkeypatch.setattr(checks_daemon, "_HELLO_SECONDS", 0.3)
     monkeypatch.chdir(tmp_path)  # a path that fits into a socket's name
     (tmp_path / "run").mkdir()
     settings = {"endpoint": "ipc://run/kv.sock"}
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind("run/kv.sock")
         listening.listen()
-        is_problem(checks_service.daemon(machine(tmp_path, settings=settings)), "does not answer", "restart")
-    is_warning(checks_service.daemon(machine(tmp_path, settings=settings)), "dead daemon's socket", "kvserver serve")
+        is_problem(checks_daemon.daemon(machine(tmp_path, settings=settings)), "does not answer", "restart")
+    is_warning(checks_daemon.daemon(machine(tmp_path, settings=settings)), "dead daemon's socket", "kvserver serve")
 
 
 def test_a_port_that_another_program_has_is_a_problem(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         other.settimeout(0)
-        found = checks_service.http_port(machine(tmp_path, settings={"http_port": port}))
+        found = checks_daemon.http_port(machine(tmp_path, settings={"http_port": port}))
         is_problem(found, f"127.0.0.1:{port} is in use", "--http-port 0")
-    is_ok(checks_service.http_port(machine(tmp_path, settings={"http_port": port})), "is free")
-    is_ok(checks_service.http_port(machine(tmp_path, settings={"http_port": 0})), "any free one")
+    is_ok(checks_daemon.http_port(machine(tmp_path, settings={"http_port": port})), "is free")
+    is_ok(checks_daemon.http_port(machine(tmp_path, settings={"http_port": 0})), "any free one")
 
 
 def test_an_address_that_is_not_of_this_machine_is_a_problem(tmp_path: Path) -> None:
-    found = checks_service.http_port(machine(tmp_path, settings={"http_host": "203.0.113.7"}))
+    found = checks_daemon.http_port(machine(tmp_path, settings={"http_host": "203.0.113.7"}))
     is_problem(found, "203.0.113.7", "--http-host 127.0.0.1")
 
 

@@ -105,9 +105,29 @@ def test_an_engine_whose_cache_is_off_is_reported_with_the_reason_and_a_fix(
 
 def test_each_engine_of_a_server_is_reported(serve: Callable[[Page], str]) -> None:
     url = serve(text_page(metrics("0") + metrics("1", reason="no_daemon") + metrics("2")))
+    name = f"engine {url.removeprefix('http://')}"
     assert [(name, level) for name, level, *_ in findings(url)] == [
-        ("engine 0", Level.OK), ("engine 1", Level.PROBLEM), ("engine 2", Level.OK),
+        (f"{name} 0", Level.OK), (f"{name} 1", Level.PROBLEM), (f"{name} 2", Level.OK),
     ]  # fmt: skip
+
+
+def test_the_engines_of_two_servers_have_different_names(
+    serve: Callable[[Page], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both call their engine 0."""
+    info = 'vllm:kvserver_engine_info{engine="0",model_name="m",instance_id="ID"} 1\n'
+    urls = [
+        serve(text_page(metrics() + info.replace("ID", "llama-a"))),
+        serve(text_page(metrics(reason="no_daemon") + info.replace("ID", "llama-b"))),
+        "http://127.0.0.1:1",
+    ]
+    arguments = [word for url in urls for word in ("--engine", url)]
+    assert __main__.main(["doctor", *arguments]) == 1
+    first, second, third = (url.removeprefix("http://") for url in urls)
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].startswith(f"ok       engine {first} 0 (llama-a) the cache is on")
+    assert shown[1].startswith(f"problem  engine {second} 0 (llama-b) the cache is off")
+    assert shown[2].startswith(f"problem  engine {third} http://127.0.0.1:1 cannot be read")
 
 
 @pytest.mark.parametrize(

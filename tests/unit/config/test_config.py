@@ -68,6 +68,7 @@ def test_every_setting_is_a_flag_an_environment_variable_and_a_key(name: str, to
         "l2": "file:///a?size=1GiB",
         "share": "llama=0.5",
         "tails": "off",
+        "serving": "off",
         "kv_events": "on",
         "kv_events_endpoint": "tcp://*:5557",
         "kv_events_replay_endpoint": "ipc:///run/replay-{model}",

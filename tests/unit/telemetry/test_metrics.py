@@ -62,6 +62,7 @@ FROM_THE_START = {
     "kvserver_metrics_sample_rate": "gauge",
     "kvserver_loop_lag_seconds": "gauge",
     "kvserver_ready": "gauge",
+    "kvserver_serving": "gauge",
     "kvserver_build_info": "gauge",
     "kvserver_l1_model_used_bytes": "gauge",
     "kvserver_l1_model_chunks": "gauge",

@@ -1,0 +1,49 @@
+"""`kvserver doctor` reported a daemon whose required tier was down as one that answers, and `kvserver status` exited with 0: scripts went on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.commands import run
+from support.daemon import Daemon, wait_until
+from support.doctor import flags, rows
+
+
+def without_its_folder(make_daemon: Callable[..., Daemon], folder: Path, parameters: str = "") -> Daemon:
+    daemon = make_daemon(l2=f"file://{folder}/l2?size=16MiB{parameters}")
+    (folder / "l2").rename(folder / "moved")
+    wait_until(lambda: daemon.status()["l2"][0]["state"] == "unavailable", what="the tier is unavailable")
+    return daemon
+
+
+def test_a_required_tier_that_is_down_is_in_doctor_status_and_top_and_their_exit_codes(make_daemon, tmp_path):
+    daemon = without_its_folder(make_daemon, tmp_path, "&required=true")
+    reason = daemon.http("/readyz")[1].strip()
+    assert "required tier" in reason
+    code, found = rows(*flags(daemon))
+    assert (code, found["daemon"]["level"], found["storage"]["level"]) == (1, "problem", "problem")
+    assert f"is NOT READY: {reason}" in found["daemon"]["text"]
+    assert "becomes ready by itself" in found["daemon"]["fix"]
+    assert f"the daemon's file://{tmp_path}/l2: unavailable: " in found["storage"]["text"]
+    where = ["--http-port", str(daemon.http_port)]
+    status, shown = run("status", *where), run("status", "--json", *where)
+    assert (status.returncode, shown.returncode) == (3, 3)
+    assert f"NOT READY  {reason}" in status.stdout
+    assert json.loads(shown.stdout)["not_ready"] == reason
+    assert "NOT READY  the required tier" in run("top", "--once", *where).stdout
+
+
+def test_a_tier_that_is_not_required_is_a_warning_and_the_daemon_is_ready(make_daemon, tmp_path):
+    daemon = without_its_folder(make_daemon, tmp_path)
+    _, found = rows(*flags(daemon))
+    assert (found["daemon"]["level"], found["storage"]["level"]) == ("ok", "warning")
+    status = run("status", "--http-port", str(daemon.http_port))
+    assert (status.returncode, "NOT READY" in status.stdout) == (0, False)
+
+
+@pytest.mark.parametrize(("arguments", "code"), [([], 1), (["--http-port", "many"], 2)])
+def test_status_without_a_daemon_and_with_a_bad_argument_has_other_codes(arguments, code):
+    assert run("status", "--http-port", "1", *arguments).returncode == code
