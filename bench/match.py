@@ -34,7 +34,7 @@ from common import percentile, table
 from kvserver._native import PrefixIndex
 from kvserver.config import Settings
 from kvserver.kv_events.types import MOST_CHUNKS, KeysStored, ReaderConnected, Tier
-from kvserver.parts import Observability
+from kvserver.observability import Observability
 from kvserver.protocol import DescribeScheduler
 from kvserver.routing import KVIndex, MatchPages
 from kvserver.routing.block_hashes import hash_blocks

@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import signal
+from functools import partial
 from types import FrameType
 from typing import NoReturn
 
@@ -32,10 +33,12 @@ from kvserver.config.descriptors import raise_descriptor_limit
 from kvserver.copy import THIS_MACHINE, Devices, GpuRules, Hardware, chosen_l1, map_l1
 from kvserver.engines import Lifelines
 from kvserver.l2 import make_tier
-from kvserver.parts import Observability, Parts
+from kvserver.observability import Observability
+from kvserver.parts import Parts
 from kvserver.protocol import ConfigError
 from kvserver.routing import MatchPages
 from kvserver.server import Endpoint, Server
+from kvserver.snapshots import daemon_status, instances_status
 from kvserver.tiering import ConfiguredTier
 from kvserver.web.history import History
 from kvserver.web.pages import StatusPages
@@ -78,7 +81,7 @@ def _run(configuration: Configuration, hardware: Hardware, drain_seconds: float)
         region, devices, cache, placement = _make_l1(settings, chosen, hardware)
         tiers = _make_tiers(settings, region, cache.pool.page_bytes)
         parts = Parts(settings, cache, devices, lifelines, placement, tiers=tiers)
-        server = parts.make_server(endpoint, stops_when_lost=True)
+        server = parts.make_server(endpoint, partial(daemon_status, parts), stops_when_lost=True)
         pages = _make_pages(configuration, parts, server, http_token)
         _handle_signals(server, parts.observability)
         parts.observability.start(pages.families)
@@ -139,7 +142,7 @@ def _make_pages(configuration: Configuration, parts: Parts, server: Server, http
             (settings.http_host, settings.http_port),
             server,
             observability,
-            MatchPages(observability.index, lambda: server.call(parts.instances_status)),
+            MatchPages(observability.index, lambda: server.call(lambda: instances_status(parts))),
             parts.upkeep,
             configuration.table(),
             http_token,

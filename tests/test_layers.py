@@ -32,7 +32,9 @@ ORDER = [
     "tiering",
     "service_manager",
     "server",
+    "observability",
     "parts",
+    "snapshots",
     "bench",
     "web",
     "cli",
@@ -68,8 +70,8 @@ DEFERRED = {
         ("cli.bench", "bench.run"),
     ),  # so that `kvserver status` starts fast
     *(
-        ("parts", "telemetry.otlp"),
-        ("parts", "telemetry.tracing"),
+        ("observability", "telemetry.otlp"),
+        ("observability", "telemetry.tracing"),
     ),  # a daemon without a collector
     ("web.memcpy", "bench.timing"),  # a daemon whose page was never opened
 }

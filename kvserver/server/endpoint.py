@@ -131,7 +131,7 @@ def _lock(url: str, path: str) -> IO[str]:
             raise ConfigError(f"--endpoint {url!r}: {stranger}")
         lock = open(path, "w")  # noqa: SIM115
     except OSError as error:
-        raise ConfigError(f"--endpoint {url!r}: {error.strerror}") from None
+        raise ConfigError(f"--endpoint {url!r}: {error.filename}: {error.strerror}") from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

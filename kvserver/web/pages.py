@@ -26,7 +26,7 @@ import msgspec
 from msgspec.structs import replace
 
 from kvserver import __version__
-from kvserver.parts import Observability
+from kvserver.observability import Observability
 from kvserver.protocol.status import DaemonStatus
 from kvserver.routing import MOST_BODY_BYTES, MatchPages
 from kvserver.server import Audit, Clears, Server, Serving, Upkeep

@@ -9,16 +9,16 @@ WHAT_IF_DAEMON = ("daemon/test_what_if.py",)
 MUTANTS = (
     Mutant(
         "the curve is LRU's whatever L1's policy",
-        "kvserver/parts.py", "Observability.__init__", "page_bytes, settings.eviction_policy,", 'page_bytes, "lru",',
+        "kvserver/observability.py", "Observability.__init__", "page_bytes, settings.eviction_policy,", 'page_bytes, "lru",',
         WHAT_IF_DAEMON,
     ),
     Mutant(
         "the curve knows of no boundaries at the interval",
-        "kvserver/parts.py", "Observability.__init__", "settings.boundary_interval", "0",
+        "kvserver/observability.py", "Observability.__init__", "settings.boundary_interval", "0",
         ("unit/telemetry/test_what_if.py",),
     ),
     Mutant(
         "the sketch of /status is never made",
-        "kvserver/parts.py", "Observability._tick", "self.what_if.tick()", "pass", WHAT_IF_DAEMON,
+        "kvserver/observability.py", "Observability._tick", "self.what_if.tick()", "pass", WHAT_IF_DAEMON,
     ),
 )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 from kvserver._native import CpuDevice, HostRegion
@@ -13,6 +14,7 @@ from kvserver.l2 import ObjectName
 from kvserver.protocol import AwaitFill, LookupReply, ObjectGroup
 from kvserver.protocol.status import RequestsStatus
 from kvserver.server import Audit
+from kvserver.snapshots import instances_status
 from kvserver.tiering import ConfiguredTier
 from support.daemon import wait_until
 from support.plain_tier import PlainTier
@@ -95,7 +97,7 @@ def filling(l1_bytes: int = 8 * L1_BYTES, more: list[str] | None = None, **worke
 
 
 def requests_of(f: Filling) -> RequestsStatus:
-    (instance,) = f.running.server.call(f.running.parts.instances_status).result(10)
+    (instance,) = f.running.server.call(partial(instances_status, f.running.parts)).result(10)
     return instance.requests
 
 

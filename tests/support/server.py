@@ -7,6 +7,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from kvserver.engines import Lifelines
 from kvserver.parts import Parts
 from kvserver.routing import MatchPages
 from kvserver.server import Endpoint, Server
+from kvserver.snapshots import daemon_status, instances_status
 from kvserver.tiering import ConfiguredTier
 from kvserver.web.pages import StatusPages
 
@@ -76,8 +78,8 @@ def running_server(
     cache = Cache(PagePool(l1_bytes, page_bytes), LeastRecentlyUsed())
     settings = Settings(**{"endpoint": endpoint.url, "chunk_tokens": 64, **changes})
     parts = Parts(settings, cache, devices, lifelines, tiers=tiers)
-    server, observability = parts.make_server(endpoint), parts.observability
-    match = MatchPages(observability.index, lambda: server.call(parts.instances_status))
+    server, observability = parts.make_server(endpoint, partial(daemon_status, parts)), parts.observability
+    match = MatchPages(observability.index, lambda: server.call(lambda: instances_status(parts)))
     pages = StatusPages(("127.0.0.1", 0), server, observability, match, parts.upkeep, serving=parts.serving)
     loop = threading.Thread(target=server.run)
     observability.start(pages.families)

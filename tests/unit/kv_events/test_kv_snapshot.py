@@ -19,7 +19,7 @@ from support.kv_publisher import Published, from_snapshot
 from kvserver.config import Settings
 from kvserver.kv_events import snapshot, snapshot_parts
 from kvserver.kv_events.types import Tier
-from kvserver.parts import Observability
+from kvserver.observability import Observability
 from kvserver.routing import MatchPages
 from kvserver.server import Server, Upkeep
 from kvserver.web.pages import StatusPages

@@ -16,7 +16,7 @@ from msgspec import to_builtins
 
 from kvserver.config import Settings
 from kvserver.kv_events.types import KeysStored, ReaderConnected, Tier
-from kvserver.parts import Observability
+from kvserver.observability import Observability
 from kvserver.protocol import DescribeScheduler
 from kvserver.protocol.status import DaemonStatus, EngineStatus, InstanceStatus
 from kvserver.routing import MOST_BODY_BYTES, KVIndex, MatchPages

@@ -14,7 +14,7 @@ REFUSED = {
     "ipc://": "name a file",
     "ipc:///tmp": "name a file",
     "ipc://@kv": "name a file",
-    "ipc:///proc/nowhere/kv.sock": "No such file or directory: '/proc/nowhere'",
+    "ipc:///proc/nowhere/kv.sock": "/proc/nowhere: No such file or directory",
     LONG: "the path is too long for a Unix socket",
     "tcp://127.0.0.1": "give a port, as tcp://127.0.0.1:5557",
     "tcp://localhost:x": "give a port",

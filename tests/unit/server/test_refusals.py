@@ -18,6 +18,7 @@ from kvserver.protocol import KEY_BYTES, Error, ErrorCode, KVServerError
 from kvserver.protocol.status import AccountingStatus
 from kvserver.server import Audit
 from kvserver.server.copy_checks import chunk_count
+from kvserver.snapshots import daemon_status
 
 
 def open_memories() -> int:
@@ -26,7 +27,7 @@ def open_memories() -> int:
 
 
 def accounting(running: Running) -> AccountingStatus:
-    return running.server.call(lambda: running.parts.status(running.server).books).result(10)
+    return running.server.call(lambda: daemon_status(running.parts, running.server).books).result(10)
 
 
 @pytest.fixture(scope="module")

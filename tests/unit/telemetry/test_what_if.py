@@ -23,7 +23,7 @@ from kvserver.events import (
     NamespaceFormed,
     RequestEnded,
 )
-from kvserver.parts import Observability
+from kvserver.observability import Observability
 from kvserver.protocol import KEY_BYTES, ObjectGroup
 from kvserver.telemetry import WhatIfCurve, merge_what_if
 from kvserver.telemetry.what_if import SIZES

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 from support.filling import filling, requests_of
 from support.worker import make_keys
 
 from kvserver.protocol import Durability, LookupReply
+from kvserver.snapshots import instances_status
 
 
 def test_what_another_daemon_wrote_to_a_shared_tier_is_found_at_the_first_lookup() -> None:
@@ -92,5 +94,5 @@ def test_an_engine_that_must_stay_on_its_machine_reads_from_no_tier_of_many() ->
         assert {kind for kind, _ in f.tier.began} == {"put"}
         f.tier.shared = False
         assert f.fill(keys) == 3
-        (status,) = f.running.server.call(f.running.parts.instances_status).result(10)
+        (status,) = f.running.server.call(partial(instances_status, f.running.parts)).result(10)
         assert status.machine_only == "samples of its files name them"
