@@ -129,8 +129,7 @@ check: $(VENV)/.installed
 	$(VENV)/bin/python .ci/words.py
 	$(VENV)/bin/clang-format --dry-run -Werror $(CPP_SOURCES)
 	$(VENV)/bin/hadolint --failure-threshold warning --ignore DL3008 deploy/*Dockerfile
-	rm -rf build/typing && mkdir -p build/typing && cp -a kvserver build/typing/ && cp -a adapters build/typing/kvserver/
-	cd build/typing && $(CURDIR)/$(VENV)/bin/mypy --cache-dir ../mypy --config-file $(CURDIR)/pyproject.toml -p kvserver
+	$(VENV)/bin/mypy --cache-dir build/mypy -p kvserver
 	$(MAKE) rules
 
 rules: $(VENV)/.installed $(PROMTOOL)

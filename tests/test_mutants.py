@@ -31,7 +31,7 @@ def test_every_table_is_in_the_list_whole(name):
 
 def test_every_room_of_the_code_has_mutants():
     rooms = {path.parent for package in ("kvserver", "adapters") for path in (ROOT / package).glob("*/__init__.py")}
-    found = {str(room.relative_to(ROOT)) for room in rooms}
+    found = {str(room.relative_to(ROOT)) for room in rooms if not room.is_symlink()}
     assert found - WITHOUT_MUTANTS == {room for room, mine in mutants_of.ROOMS.items() if mine} - {"kvserver"}
 
 

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvserver._native import State
 from kvserver.adapters.common.cache_status import CacheStatus
 from kvserver.adapters.common.copies import Copy
 from kvserver.adapters.common.endings import Action, load_action, store_action
@@ -29,8 +30,6 @@ from kvserver.adapters.common.send_queue import Message, NotSent, SendQueue
 from kvserver.adapters.common.settings import CommonSettings
 from kvserver.adapters.common.specs import LoadSpec, StoreSpec, ids_of
 from kvserver.adapters.common.steps import ASLEEP, NULL_BLOCK, StepPlan, StepReport
-
-from kvserver._native import State
 from kvserver.protocol import Error, Reply, Retrieve, Store, Stored
 
 log = logging.getLogger("vllm.kvserver")

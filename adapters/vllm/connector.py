@@ -16,6 +16,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.platforms import current_platform
+
 from kvserver.adapters.common.cache_status import SCHEDULER, STARTING, CacheStatus
 from kvserver.adapters.common.exporter import CannotShare, MakeExporter
 from kvserver.adapters.common.faults import Faults
@@ -42,14 +51,6 @@ from kvserver.adapters.vllm.scheduler import SchedulerHalf
 from kvserver.adapters.vllm.settings import AdapterSettings
 from kvserver.adapters.vllm.stats import DISK, HOST, KVServerStats
 from kvserver.adapters.vllm.support import TransferResults, unsupported
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorWorkerMetadata,
-    SupportsHMA,
-)
-from vllm.platforms import current_platform
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from kvserver.adapters.vllm.facts import hash_form
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 
+from kvserver.adapters.vllm.facts import hash_form
 from kvserver.protocol import KVBlocks, KVGroup
 
 # L1 is on this machine, a folder of L2 may be on a network. `ownership` is not set: Dynamo 1.6.1 drops each event that has it.

@@ -11,6 +11,9 @@ import weakref
 from typing import Any
 
 import prometheus_client
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
+from vllm.v1.metrics.utils import create_metric_per_engine
+
 from kvserver.adapters.common.board import Board, Labels
 from kvserver.adapters.common.stats import (
     COUNTERS,
@@ -28,9 +31,6 @@ from kvserver.adapters.common.stats import (
 from kvserver.adapters.common.watch import Watch
 from kvserver.adapters.vllm.names import names_of
 from kvserver.adapters.vllm.nesting import own_settings
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
-from vllm.v1.metrics.utils import create_metric_per_engine
-
 from kvserver.protocol import ErrorCode
 
 log = logging.getLogger("vllm.kvserver")

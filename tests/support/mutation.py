@@ -21,7 +21,6 @@ from enum import Enum
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-ADAPTERS = ROOT / "adapters"
 SECONDS = {"core": 120, "adapters": 180}  # more than the tests of any mutant need on a busy machine
 _PYTHONS = {"core": ROOT / ".venv/bin/python", "adapters": ROOT / ".venv-vllm/bin/python"}
 
@@ -113,7 +112,6 @@ def copy_package(folder: Path) -> None:
     """The package as it is installed, in `folder`, which is to come first on sys.path."""
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "kvserver", folder / "kvserver", ignore=ignored)
-    shutil.copytree(ADAPTERS, folder / "kvserver/adapters", ignore=ignored)
     (native,) = (ROOT / ".venv").glob("lib/python3*/site-packages/kvserver/_native*.so")
     (folder / "kvserver" / native.name).symlink_to(native)
     (folder / "sitecustomize.py").write_text(_SITECUSTOMIZE)
