@@ -29,7 +29,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 from urllib.request import Request as HTTPRequest
 from urllib.request import urlopen
 
@@ -142,10 +142,15 @@ def run_daemon(path: str, flags: list[str]) -> int:
     recorder = start_recorder()
     from kvserver.__main__ import main
 
-    code = main(["serve", *flags])
-    sys.setprofile(None)
-    Path(path).write_text(json.dumps(recorder.entries))
-    return code
+    end = os._exit
+
+    def written(code: int) -> NoReturn:
+        sys.setprofile(None)
+        Path(path).write_text(json.dumps(recorder.entries))
+        end(code)
+
+    os._exit = written  # by which the daemon ends
+    return main(["serve", *flags])
 
 
 @contextmanager

@@ -6,8 +6,10 @@ Owns: the commands and exit codes. Refuses to know: how anything is done.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
+from typing import NoReturn
 
 from kvserver import __version__
 from kvserver.cli import explain as cli_explain
@@ -27,10 +29,19 @@ exit codes: 0 no problem, 1 a problem, as where the daemon that runs is not read
 """
 
 
+class _Parser(argparse.ArgumentParser):
+    """A fault in the flags of `serve` is a refused start, which the log's form has."""
+
+    def error(self, message: str) -> NoReturn:
+        if self.prog.endswith(" serve"):
+            raise ConfigError(message)
+        super().error(message)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="kvserver", description="A KV-cache server for LLM inference engines.")
     parser.add_argument("--version", action="version", version=f"kvserver {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
     add_flags(commands.add_parser("serve", help="run the daemon"))
     cli_status.add_arguments(
         commands.add_parser("status", help="what the daemon of this machine does", epilog=cli_status.EXIT_CODES)
@@ -62,10 +73,11 @@ def main(argv: list[str] | None = None) -> int:
     doctor.add_argument("--overwrite", action="store_true", help="with --bundle: replace FILE")
     add_flags(doctor)  # of the daemon that is to run
     add_commands(commands)
-    arguments, unknown = parser.parse_known_args(argv)
-    if unknown and arguments.command != "serve":
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    arguments = argparse.Namespace(command="serve", **_log_format(sys.argv[1:] if argv is None else argv))
     try:
+        arguments, unknown = parser.parse_known_args(argv)
+        if unknown and arguments.command != "serve":
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         if unknown:
             raise ConfigError(unknown_flags(unknown))
         return _run(arguments)
@@ -79,6 +91,14 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # `kvserver status --watch | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter's last flush fails too
         return 0
+
+
+def _log_format(words: list[str]) -> dict[str, str]:
+    """The flag as it is given in words that cannot be parsed as a whole."""
+    flag = "--log-format"
+    given = [word.partition("=")[2] for word in words if word.startswith(f"{flag}=")]
+    given += [value for word, value in itertools.pairwise(words) if word == flag]
+    return {"log_format": given[-1]} if given else {}
 
 
 def _run(arguments: argparse.Namespace) -> int:

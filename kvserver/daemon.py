@@ -23,11 +23,11 @@ from kvserver.config import (
     Placement,
     Settings,
     library_lines_logged,
+    misspelt_variables,
     parse_shares,
     parse_tiers,
     read_token,
     set_up_logging,
-    unknown_variables,
 )
 from kvserver.config.descriptors import raise_descriptor_limit
 from kvserver.copy import THIS_MACHINE, Devices, GpuRules, Hardware, chosen_l1, map_l1
@@ -59,8 +59,8 @@ def serve(configuration: Configuration, hardware: Hardware = THIS_MACHINE, drain
     for number in _KEPT_ALIVE_THROUGH:
         signal.signal(number, lambda _number, _frame: None)
     raise_descriptor_limit()
-    for name, meant in unknown_variables(os.environ).items():
-        log.warning("%s is no setting and has no effect%s", name, f"; do you mean {meant}?" if meant else "")
+    for name, meant in misspelt_variables(os.environ).items():
+        log.warning("%s is no setting and has no effect; do you mean %s?", name, meant)
     with library_lines_logged():
         _parts = _run(configuration, hardware, drain_seconds)  # kept: L1 is unpinned where it is freed, for seconds
     log.info("stopped")

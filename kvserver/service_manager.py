@@ -25,4 +25,4 @@ def report_alive(failure: str) -> None:
         contextlib.suppress(OSError),
         socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sender,
     ):
-        sender.sendto(f"READY=1\nWATCHDOG=1\nSTATUS={state}".encode(), address)
+        sender.sendto(f"READY=1\nWATCHDOG=1\nSTATUS={state}".encode(errors="replace"), address)

@@ -17,7 +17,8 @@ struct sigaction former_abort, former_fault;
 
 char unlogged[1 << 14];  // what was read, so that a signal handler finds it
 std::atomic<size_t> used{0};
-size_t returned = 0;  // of these
+std::atomic<bool> dying{false};  // from then on the handler alone takes bytes from the socket
+size_t returned = 0;             // of these
 
 bool write_all(const char* bytes, size_t count) {
     return write(target, bytes, count) == static_cast<ssize_t>(count);
@@ -25,6 +26,7 @@ bool write_all(const char* bytes, size_t count) {
 
 // Only calls that a signal handler may make.
 void on_fatal(int number) {
+    dying = true;
     bool written = write_all(unlogged, used);
     char bytes[4096];
     ssize_t count;
@@ -46,15 +48,19 @@ std::string next_lines(int from) {
         const std::string_view read(unlogged, used);
         ended = read.rfind('\n') + 1;  // 0 without one
         if (ended != 0) break;
-        const ssize_t count = read.size() < sizeof unlogged ? recv(from, unlogged + read.size(),
-                                                                   sizeof unlogged - read.size(), 0)
-                                                            : 0;
+        const size_t room = sizeof unlogged - read.size();
+        char* const end = unlogged + read.size();
+        const ssize_t count = room > 0 ? recv(from, end, room, MSG_PEEK) : 0;
         if (count < 0 && errno == EINTR) continue;
         if (count <= 0) {
             ended = read.size();
             break;
         }
+        // Bytes are counted before they leave the socket: a fault in between repeats them, at
+        // worst.
         used += static_cast<size_t>(count);
+        while (dying) pause();
+        recv(from, end, static_cast<size_t>(count), 0);
     }
     returned = ended;
     return std::string(unlogged, ended);
@@ -66,7 +72,9 @@ void copy_last_words(int from, int to) {
     target = to;
     struct sigaction ours{};
     ours.sa_handler = on_fatal;
-    ours.sa_flags = SA_NODEFER;  // or raise() would return
+    ours.sa_flags =
+        SA_NODEFER |
+        SA_ONSTACK;  // or raise() would return, and no overflow of the stack be reported
     if (from >= 0 && !was_on) {
         sigaction(SIGABRT, &ours, &former_abort);
         sigaction(SIGSEGV, &ours, &former_fault);

@@ -27,8 +27,8 @@ from kvserver.config import (
     field_types,
     interleaved_nodes,
     memory_limit,
+    misspelt_variables,
     parse_size,
-    unknown_variables,
     variable,
 )
 from kvserver.protocol import ConfigError
@@ -256,9 +256,8 @@ def container(machine: Machine) -> Finding:
 
 def environment(machine: Machine) -> Finding:
     """Names a variable that is probably a misspelt setting: the daemon ignores it, with a warning."""
-    for name, meant in unknown_variables(machine.environ).items():
-        if meant:
-            return warning(f"{name} is no setting and has no effect", f"write {meant}")
+    for name, meant in misspelt_variables(machine.environ).items():
+        return warning(f"{name} is no setting and has no effect", f"write {meant}")
     used = sorted({variable(name) for name in field_types()} & set(machine.environ))
     return ok(f"set by {', '.join(used)}" if used else "no KVSERVER_* variables")
 

@@ -154,6 +154,7 @@ def _who_serves(host: str, port: int, token: str) -> str:
     except urllib.error.HTTPError as error:
         with error:
             ours = (error.headers.get("Server") or "").startswith("kvserver/")
-            return f", which answers {error.code}: see --http-token-file" if ours else ""
+            hint = ": see --http-token-file" if error.code in (401, 403) else ""
+            return f", which answers {error.code}{hint}" if ours else ""
     except (OSError, msgspec.MsgspecError):
         return ""

@@ -77,8 +77,8 @@ def _body(arguments: argparse.Namespace, path: str, method: str, seconds: float)
             return url, body
     except urllib.error.HTTPError as error:
         with error:
-            found = _answer_of(error)
-            reason = found.get("message") or error.reason
+            found, line = _answer_of(error)
+            reason = found.get("message") or line or error.reason
             raise RefusedRequest(f"kvserver: {url} answers {error.code}: {reason}", error.code, found) from None
     except (urllib.error.URLError, OSError, ValueError, http.client.HTTPException) as error:
         if isinstance(error, TimeoutError) or isinstance(getattr(error, "reason", None), TimeoutError):
@@ -86,10 +86,14 @@ def _body(arguments: argparse.Namespace, path: str, method: str, seconds: float)
         raise NoAnswer(f"kvserver: no daemon answers at {url}: {error}; see --http-host and --http-port") from None
 
 
-def _answer_of(error: urllib.error.HTTPError) -> dict[str, Any]:
-    """The JSON object in the daemon's answer."""
+def _answer_of(error: urllib.error.HTTPError) -> tuple[dict[str, Any], str]:
+    """The JSON object in the daemon's answer, or else its first line."""
     try:
-        found = json.loads(error.read(_MOST_ERROR_BYTES))
-    except (OSError, ValueError, http.client.HTTPException):
-        return {}
-    return found if isinstance(found, dict) else {}
+        body = error.read(_MOST_ERROR_BYTES)
+    except (OSError, http.client.HTTPException):
+        return {}, ""
+    try:
+        found = json.loads(body)
+    except ValueError:
+        return {}, body.decode(errors="replace").strip().partition("\n")[0]
+    return (found, "") if isinstance(found, dict) else ({}, "")

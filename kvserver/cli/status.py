@@ -49,7 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """The exit code, as in EXIT_CODES. NoAnswer if no daemon answers; a watch continues through a daemon's restart, and Ctrl-C ends it."""
     if arguments.watch is None:
-        text, ready = _look(arguments)
+        try:
+            text, ready = _look(arguments)
+        except http_client.RefusedRequest as error:
+            if error.code != 503:  # of a loop that does not turn, and has not been asked before
+                raise
+            print(error, file=sys.stderr)
+            return NOT_READY
         show(text)
         return 0 if ready else NOT_READY
     in_place = sys.stdout.isatty() and not arguments.json

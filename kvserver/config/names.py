@@ -39,17 +39,14 @@ def unknown_flags(words: Sequence[str]) -> str:
     return f"{flags[0]} is no setting; {f'do you mean {flag(near)}?' if near else 'kvserver serve --help lists all'}"
 
 
-# What Kubernetes sets for each Service whose name begins with kvserver.
-_OF_A_SERVICE = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)$")
+def misspelt_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables `KVSERVER_*` that are no setting, each with the one that it resembles.
 
-
-def unknown_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables `KVSERVER_*` that are no setting, each with the variable that may be meant, or ""."""
-    settings = (*_NAMES, *REMOVED)
+    One that resembles none is left out: Kubernetes sets some for a Service whose name begins with kvserver, others are of scripts.
+    """
+    known = set(map(variable, (*_NAMES, *REMOVED)))
     found = {}
     for name in sorted(environ):
-        prefix, rest = name[: len(_PREFIX)], name[len(_PREFIX) :]
-        if prefix.upper() == _PREFIX and name not in map(variable, settings) and not _OF_A_SERVICE.search(name):
-            near = nearest(rest, _NAMES)
-            found[name] = variable(near) if near else ""
+        if name.upper().startswith(_PREFIX) and name not in known and (near := nearest(name[len(_PREFIX) :], _NAMES)):
+            found[name] = variable(near)
     return found

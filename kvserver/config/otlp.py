@@ -51,4 +51,7 @@ def endpoint_of_sdk(environ: Mapping[str, str]) -> str:
         raise ValueError(f"{_PROTOCOL_VARIABLE} {protocol!r}: write http/protobuf or grpc")
     scheme, found, rest = url.rpartition("://")
     insecure = scheme == "http" or (not found and environ.get("OTEL_EXPORTER_OTLP_INSECURE", "").lower() == "true")
-    return f"{'grpc' if insecure else 'grpcs'}://{rest.rstrip('/')}"
+    rest = rest.rstrip("/")
+    if ":" not in rest.rpartition("]")[2]:  # behind an IPv6 address
+        rest += ":4317" if insecure else ":443"
+    return f"{'grpc' if insecure else 'grpcs'}://{rest}"

@@ -132,12 +132,14 @@ def read_configuration(arguments: dict[str, Any], environ: dict[str, str] | None
     environ = dict(os.environ) if environ is None else environ
     values: dict[str, Any] = {}
     sources: dict[str, Source] = {}
-    try:
-        if of_sdk := endpoint_of_sdk(environ):
-            values["otlp_endpoint"], sources["otlp_endpoint"] = of_sdk, Source("environment", ENDPOINT_VARIABLE)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    for name, value, source in _given(arguments, environ):
+    given = [*_given(arguments, environ)]
+    if not any(name == "otlp_endpoint" for name, _, _ in given):
+        try:
+            if of_sdk := endpoint_of_sdk(environ):
+                values["otlp_endpoint"], sources["otlp_endpoint"] = of_sdk, Source("environment", ENDPOINT_VARIABLE)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+    for name, value, source in given:
         if name in REMOVED:
             raise ConfigError(f"{source} is no setting any more: {REMOVED[name]}")
         several = name in _repeatable() and isinstance(value, str)

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
+
+from kvserver.config import LOG_FD
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +24,9 @@ class AppendedFile:
         self._open()
 
     def _open(self) -> None:
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, self._mode)
+        is_redirected = self._path == "/dev/stderr" and stat.S_ISSOCK(os.fstat(2).st_mode)  # see config/stderr.py
+        path = f"/proc/self/fd/{LOG_FD}" if is_redirected else self._path
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, self._mode)
         self._file = open(descriptor, "ab")  # noqa: SIM115, until close()
         self.bytes = os.fstat(descriptor).st_size
 

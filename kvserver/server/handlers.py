@@ -32,6 +32,7 @@ from kvserver.protocol import (
     KVEventsTaken,
     KVServerError,
     Lookup,
+    LookupReply,
     LookupTail,
     RegisterWorker,
     ReportBlockAllocations,
@@ -113,6 +114,9 @@ class Handlers:
         instance = self.instances.instance(lookup.instance_id, lookup.incarnation)
         check_chunk(lookup.chunk_blocks, instance.any_worker().spec)
         chunk_count(lookup.keys)
+        if self.serving.why_nothing_is_found:  # since its lookup
+            respond(LookupReply(0))
+            return
         self.storage.begin(request, instance, respond, self.lookups.answer_again)
 
     def _hello(self, request: Hello) -> HelloReply:

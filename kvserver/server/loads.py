@@ -11,6 +11,7 @@ from kvserver.events import Bus, ChunksLoaded
 from kvserver.protocol import Retrieve, Retrieved
 from kvserver.server.copies import Copies, failure
 from kvserver.server.copy_checks import group_of, load_blocks
+from kvserver.server.serving import Serving
 from kvserver.tiering import Storage
 
 
@@ -20,6 +21,7 @@ class Loads:
     copies: Copies
     bus: Bus
     storage: Storage
+    serving: Serving
 
     def begin(self, request: Retrieve, respond: Respond) -> None:
         """Queue the copy, or raise KVServerError after failing its state word. REQUIRES: the boot id was checked."""
@@ -67,5 +69,5 @@ class Loads:
                 len(keys),
             )
             if (of_l2 := self.copies.coverage_in_l2(ticket)) is not None:
-                self.storage.loaded(ticket.namespace, *of_l2, ticket.chunks)
+                self.storage.loaded(ticket.namespace, *of_l2, ticket.chunks, self.serving.takes_stores)
         ticket.respond(Retrieved(chunks=len(ticket.chunks)))

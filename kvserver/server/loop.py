@@ -242,7 +242,7 @@ class Server:
             self._last_tick = time.monotonic()
             self._guarded(self._upkeep.tick)
             self._guarded(self._look_at_paths)
-            report_alive(self.failure)  # from here, so that a service manager ends a loop that hangs
+            self._guarded(report_alive, self.failure)  # from here, so that a service manager ends a loop that hangs
         if ticks or gc.get_count()[0] > _MOST_YOUNG:
             gc.collect(0)  # only what was made since; the collector proper is off (see daemon)
         self._last_turn = now = time.monotonic()

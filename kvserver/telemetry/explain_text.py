@@ -31,6 +31,7 @@ _ADVICE = {
     MissReason.PARTIAL_CHUNK: "Only whole chunks are stored for this engine. --tails on stores the blocks behind them, of models with full"
     " attention alone; a smaller --chunk-tokens leaves fewer tokens over.",
 }
+_SERVING_OFF = "An operator has switched the daemon's serving off: POST /config/serving?value=on ends that."
 _FAILURES = {
     "late": "The load's deadline had passed before it began: copies wait for each other. More --copy-threads, or a longer"
     " kvserver.load_timeout_ms.",
@@ -154,7 +155,12 @@ def advice(facts: Facts) -> list[str]:
         for reason, missed in facts["missed_tokens"].items()
     ]
     saved.sort(key=lambda item: -item[1])
-    return [*found, *(_saving(_ADVICE[reason], tokens) for reason, tokens in saved if tokens)]
+    return [*found, *(_saving(_advice_on(facts, reason), tokens) for reason, tokens in saved if tokens)]
+
+
+def _advice_on(facts: Facts, reason: MissReason) -> str:
+    switched_off = reason is MissReason.UNAVAILABLE and facts["unavailable"].startswith("serving is")
+    return _SERVING_OFF if switched_off else _ADVICE[reason]
 
 
 def _saving(text: str, tokens: int) -> str:

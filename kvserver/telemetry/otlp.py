@@ -190,7 +190,10 @@ def resource(endpoint: str) -> Resource:
 
 
 def _instance_id(endpoint: str) -> str:
-    """An id that stays after a restart, and that no other daemon of the machine and no other pod has."""
+    """An id that stays after a restart, and that no other daemon of the machine has.
+
+    Pods of one name in two clusters would have the same: their OTEL_RESOURCE_ATTRIBUTES name another (deploy/kubernetes).
+    """
     with contextlib.suppress(OSError):
         endpoint += "\n" + Path("/etc/machine-id").read_text().strip()
     return str(uuid.uuid5(_INSTANCE_IDS, f"{socket.gethostname()}\n{endpoint}"))

@@ -32,16 +32,14 @@ def _advice(curve: WhatIfStatus) -> str:
     at = sizes.index("1")
     alone, larger = curve.sizes[at].would_hit_tokens, curve.sizes[at + 1 :]
     found = min(curve.looked_up_tokens, alone + curve.l2_tokens)
-    whose = "L1 and L2 together" if curve.l2_tokens else "L1"
+    whose = "L1 as it is, with L2," if curve.l2_tokens else "L1 as it is"
     best = _enough(curve, larger, lambda one: one.would_hit_tokens - found)
     if best is None:
         more = f"no larger L1 would have found as much as {LEAST:.0%} more."
-        texts = [f"{whose} found {_share(found, curve)} of the tokens looked up; {more}"]
+        texts = [f"{whose} would have found {_share(found, curve)} of the tokens looked up; {more}"]
     else:
         would = _share(best.would_hit_tokens, curve)
-        texts = [
-            f"{_name(best)} would have found {would} of the tokens looked up; {whose} found {_share(found, curve)}."
-        ]
+        texts = [f"{_name(best)} would have found {would} of the tokens looked up; {whose} {_share(found, curve)}."]
         if best.size_bytes is None and not curve.l2_tokens:
             texts.append("What no L1 is large enough for, storage behind it (--l2) may have.")
     if curve.l2_tokens:

@@ -118,8 +118,10 @@ class Spill:
             if queue.configured.admits(durability) and queue.configured.url.admit == "all":
                 self._offer(queue, namespace, coverage, links)
 
-    def loaded(self, namespace: bytes, coverage: Coverage, durability: Durability, chunks: Sequence[Chunk]) -> None:
-        """These objects were loaded: a tier that has them keeps them, and they are offered to the others."""
+    def loaded(
+        self, namespace: bytes, coverage: Coverage, durability: Durability, chunks: Sequence[Chunk], may_write: bool
+    ) -> None:
+        """These objects were loaded: a tier that has them keeps them, and they are offered to the others if these may be written to."""
         keys = b"".join([chunk.key for chunk in chunks])
         present = self._tiers.present(namespace, coverage.group, keys, durability)
         for queue, in_l2 in zip(self._queues, present, strict=True):
@@ -127,7 +129,7 @@ class Spill:
                 continue
             queue.configured.tier.touch(namespace, coverage.group, keys)
             missing = [link for place, link in enumerate(_links(chunks, b"")) if not in_l2 >> place & 1]
-            if missing:
+            if missing and may_write:
                 self._offer(queue, namespace, coverage, missing)
 
     def _offer(self, queue: _Queue, namespace: bytes, coverage: Coverage, links: Sequence[_Link]) -> None:

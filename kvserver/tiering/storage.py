@@ -43,8 +43,10 @@ class Storage(Protocol):
     ) -> None:  # fmt: skip
         """The objects of `ready` became READY. They are among `chunks`: neighbours in a prompt, behind the chunk `after`."""
 
-    def loaded(self, namespace: bytes, coverage: Coverage, durability: Durability, chunks: Sequence[Chunk]) -> None:
-        """These objects were loaded: a tier that has them keeps them, and they are offered to the others."""
+    def loaded(
+        self, namespace: bytes, coverage: Coverage, durability: Durability, chunks: Sequence[Chunk], may_write: bool
+    ) -> None:
+        """These objects were loaded: a tier that has them keeps them, and they are offered to the others if these may be written to."""
 
     def ended(self, owner: Owner) -> int:
         """The request ended: nothing more is read for it. Returns the tokens that were read for it."""

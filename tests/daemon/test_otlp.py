@@ -132,6 +132,8 @@ def test_a_bad_endpoint_of_opentelemetrys_variables_is_refused_with_its_name(nam
         ("https://c:4317", {}, "grpcs://c:4317"),
         ("http://c:4317/", {}, "grpc://c:4317"),
         ("c:4317", {}, "grpcs://c:4317"),
+        ("https://c", {}, "grpcs://c:443"),
+        ("http://[::1]/", {}, "grpc://[::1]:4317"),
         ("c:4317", {"OTEL_EXPORTER_OTLP_INSECURE": "true"}, "grpc://c:4317"),
         ("http://c:4317", {"OTEL_SDK_DISABLED": "true"}, ""),
     ],
@@ -140,6 +142,13 @@ def test_a_grpc_endpoint_of_opentelemetrys_variables_has_tls_unless_its_scheme_i
     given = {"OTEL_EXPORTER_OTLP_ENDPOINT": url, "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"} | more
     assert read_configuration({}, given).settings.otlp_endpoint == endpoint
     assert read_configuration({"otlp_endpoint": "grpc://flag:1"}, given).settings.otlp_endpoint == "grpc://flag:1"
+
+
+def test_a_protocol_of_opentelemetrys_variables_counts_for_their_endpoint_alone():
+    given = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"}
+    with pytest.raises(ConfigError, match="write http/protobuf or grpc"):
+        read_configuration({}, given)
+    assert read_configuration({"otlp_endpoint": "http://flag:1"}, given).settings.otlp_endpoint == "http://flag:1"
 
 
 def test_counters_move_with_what_engines_do_and_count_since_the_start(make_daemon, make_worker):

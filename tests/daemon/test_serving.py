@@ -125,6 +125,8 @@ def test_a_request_that_found_nothing_is_explained_by_the_switch(switched: Daemo
     worker.end_request("switched-off")
     command = ["explain", "switched-off", "--http-port", str(switched.http_port)]
     wait_until(lambda: "serving is off" in run(*command).stdout, what="the reason of the miss")
+    assert "value=on ends that" in run(*command).stdout
+    assert "ranks are registered" not in run(*command).stdout
     missed = [one["requests"]["missed_tokens"] for one in switched.status()["instances"]]
     assert [one["unavailable"] for one in missed] == [64]
 

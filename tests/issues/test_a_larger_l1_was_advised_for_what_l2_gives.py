@@ -35,29 +35,29 @@ ISSUE = curve(300, 450, 589, 650, 738, 739, 740)
 @pytest.mark.parametrize(
     ("shown", "l2_tokens", "seconds", "advice"),
     [
-        (curve(0, 0, 0, 0, 0, 0, 0), 0, 0, "L1 found 0.0% of the tokens looked up; no larger L1 would have found as much as 1% more."),
-        (ISSUE, 0, 0, "An L1 4 times as large would have found 73.8% of the tokens looked up; L1 found 58.9%."),
+        (curve(0, 0, 0, 0, 0, 0, 0), 0, 0, "L1 as it is would have found 0.0% of the tokens looked up; no larger L1 would have found as much as 1% more."),
+        (ISSUE, 0, 0, "An L1 4 times as large would have found 73.8% of the tokens looked up; L1 as it is 58.9%."),
         (
             ISSUE, 150, 412,
-            "L1 and L2 together found 73.9% of the tokens looked up; no larger L1 would have found as much as 1% more. For 15.0% requests "
+            "L1 as it is, with L2, would have found 73.9% of the tokens looked up; no larger L1 would have found as much as 1% more. For 15.0% requests "
             "waited 412.0 s for reads from L2; an L1 4 times as large would have spared them about 409.3 s.",
         ),
         (
             ISSUE, 50, 10,
-            "An L1 4 times as large would have found 73.8% of the tokens looked up; L1 and L2 together found 63.9%. For 5.0% requests "
+            "An L1 4 times as large would have found 73.8% of the tokens looked up; L1 as it is, with L2, 63.9%. For 5.0% requests "
             "waited 10.0 s for reads from L2; an L1 2 times as large would have spared them about 10.0 s.",
         ),
         (
             curve(589, 589, 589, 589, 589, 589, 589), 150, 7,
-            "L1 and L2 together found 73.9% of the tokens looked up; no larger L1 would have found as much as 1% more. For 15.0% requests "
+            "L1 as it is, with L2, would have found 73.9% of the tokens looked up; no larger L1 would have found as much as 1% more. For 15.0% requests "
             "waited 7.0 s for reads from L2.",
         ),
         (
             curve(0, 0, 0, 0, 0, 0, 900), 0, 0,
-            "An L1 without limit would have found 90.0% of the tokens looked up; L1 found 0.0%. What no L1 is large enough for, storage "
+            "An L1 without limit would have found 90.0% of the tokens looked up; L1 as it is 0.0%. What no L1 is large enough for, storage "
             "behind it (--l2) may have.",
         ),
-        (curve(0, 0, 995, 995, 999, 999, 1000), 900, 1, "L1 and L2 together found 100.0%"),
+        (curve(0, 0, 995, 995, 999, 999, 1000), 900, 1, "L1 as it is, with L2, would have found 100.0%"),
         (WhatIfStatus(), 0, 0, ""),
     ],
 )  # fmt: skip
@@ -71,7 +71,7 @@ def test_the_advice_weighs_what_l2_gives_and_what_its_reads_cost(
 def test_the_advice_to_a_fleet_weighs_the_l2_of_all() -> None:
     fleet = merge_what_if([with_l2(ISSUE, 150, 412), with_l2(ISSUE, 100, 100)])
     assert (fleet.l2_tokens, fleet.fill_seconds) == (250, 512)
-    assert "looked up; L1 and L2 together found 71.4%." in fleet.advice
+    assert "looked up; L1 as it is, with L2, 71.4%." in fleet.advice
 
 
 def test_a_daemon_that_reads_from_l2_advises_no_larger_l1(
@@ -97,7 +97,9 @@ def test_a_daemon_that_reads_from_l2_advises_no_larger_l1(
     waited = daemon.metric("kvserver_fill_seconds_total")
     assert waited == pytest.approx(curve["fill_seconds"], abs=1e-5)
     assert 0 < curve["fill_seconds"] < 60
-    assert curve["advice"].startswith("L1 and L2 together found 50.0% of the tokens looked up; no larger L1")
+    assert curve["advice"].startswith(
+        "L1 as it is, with L2, would have found 50.0% of the tokens looked up; no larger L1"
+    )
     assert f"waited {curve['fill_seconds']:,.1f} s for reads from L2" in curve["advice"]
     text = " ".join(cli_status.table(msgspec.convert(status, DaemonStatus)).split())
     assert f"would be hits in L1 alone (estimated, by slru) {curve['advice']}" in text

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support import faulty_daemon
 from support.commands import run
 from support.daemon import Daemon, wait_until
 from support.doctor import flags, rows
+from support.worker import Worker, make_keys
 
 
 def without_its_folder(make_daemon: Callable[..., Daemon], folder: Path, parameters: str = "") -> Daemon:
@@ -47,3 +50,15 @@ def test_a_tier_that_is_not_required_is_a_warning_and_the_daemon_is_ready(make_d
 @pytest.mark.parametrize(("arguments", "code"), [([], 1), (["--http-port", "many"], 2)])
 def test_status_without_a_daemon_and_with_a_bad_argument_has_other_codes(arguments, code):
     assert run("status", "--http-port", "1", *arguments).returncode == code
+
+
+def test_status_of_a_loop_that_hangs_exits_as_not_ready_and_doctor_blames_no_token(make_daemon):
+    method = "kvserver.server.lookups.L1Lookups.answer"
+    daemon = make_daemon(program=(sys.executable, faulty_daemon.__file__, method, "hang"))
+    worker = Worker(daemon.endpoint)
+    worker.send(worker.lookup_message(make_keys(1)))
+    wait_until(lambda: daemon.http("/readyz")[0] == 503, 60, "the loop has not turned for a while")
+    ended = run("status", "--http-port", str(daemon.http_port))
+    assert (ended.returncode, "503" in ended.stderr) == (3, True)
+    assert "token" not in rows(*flags(daemon))[1]["HTTP port"]["text"]
+    worker.close()

@@ -107,3 +107,28 @@ def test_a_refused_start_is_a_record_of_the_chosen_form(given: str, tmp_path: Pa
         (record,) = records(ended.stderr)
         assert record["level"] == "critical"
         assert bad[0] in record["message"]
+
+
+@pytest.mark.parametrize("fault", ["os.kill(os.getpid(), 7)", "__import__('faulthandler')._stack_overflow()"])
+def test_the_stacks_of_other_fatal_signals_are_written(fault: str) -> None:
+    assert "Fatal Python error" in run(fault, PYTHONFAULTHANDLER="1").stderr
+
+
+def test_a_daemon_without_a_descriptor_2_starts(tmp_path: Path) -> None:
+    command = f"exec {KVSERVER} serve --endpoint ipc://{tmp_path}/s --http-port 0 --l1-size 16MiB 2>&-"
+    with subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert " ready: " in process.stdout.readline()
+        process.terminate()
+        assert process.wait(20) == 0
+
+
+def test_kv_events_may_go_to_stderr(make_daemon: Any) -> None:
+    assert make_daemon(kv_events_file="/dev/stderr").http("/livez")[0] == 200
+
+
+@pytest.mark.parametrize("words", [["--log-format", "json", "--l1-size"], ["--log-format=json", "--http-port"]])
+def test_a_flag_without_its_value_is_a_record(words: list[str]) -> None:
+    ended = subprocess.run([KVSERVER, "serve", *words], capture_output=True, text=True, timeout=20)
+    (record,) = records(ended.stderr)
+    assert (ended.returncode, words[-1] in record["message"]) == (2, True)

@@ -9,12 +9,12 @@ from typing import Annotated
 
 import msgspec
 import pytest
-from kvserver.adapters.common.settings import CommonSettings, read_settings
 from msgspec import Meta
 from support.daemon import wait_until
 
 from kvserver.__main__ import main
-from kvserver.config import unknown_variables
+from kvserver.adapters.common.settings import CommonSettings, read_settings
+from kvserver.config import misspelt_variables
 from kvserver.config.sources import field_types, read_configuration
 from kvserver.protocol import ConfigError, allowed_values
 
@@ -105,12 +105,13 @@ def test_a_misspelt_flag_is_refused_with_the_nearest_one_in_the_form_of_the_log(
 
 
 def test_a_misspelt_variable_is_named_with_the_nearest_setting() -> None:
-    assert unknown_variables(
+    assert misspelt_variables(
         {
             "KVSERVER_L1SIZE": "1GiB",
             "kvserver_l1_size": "1GiB",
             "KVSERVER_LOG_LEVLE": "debug",
             "KVSERVER_COLOUR": "red",
+            "KVSERVER_HTP_PORT": "9",
             "KVSERVER_L1_SIZE": "1GiB",
             "L1_SIZE": "1GiB",
         }
@@ -118,13 +119,21 @@ def test_a_misspelt_variable_is_named_with_the_nearest_setting() -> None:
         "KVSERVER_L1SIZE": "KVSERVER_L1_SIZE",
         "kvserver_l1_size": "KVSERVER_L1_SIZE",
         "KVSERVER_LOG_LEVLE": "KVSERVER_LOG_LEVEL",
-        "KVSERVER_COLOUR": "",
+        "KVSERVER_HTP_PORT": "KVSERVER_HTTP_PORT",
     }
 
 
 def test_variables_of_a_service_of_kubernetes_are_no_misspelt_settings() -> None:
-    names = ["SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT", "PORT_8080_TCP", "PORT_8080_TCP_ADDR"]
-    assert unknown_variables({f"KVSERVER_{name}": "10.0.0.1" for name in names}) == {}
+    names = [
+        "SERVICE_HOST",
+        "SERVICE_PORT",
+        "SERVICE_PORT_HTTP",
+        "PORT",
+        "PORT_8080_TCP",
+        "PORT_8080_TCP_ADDR",
+        "HTTP_SERVICE_PORT",
+    ]
+    assert misspelt_variables({f"KVSERVER_{name}": "10.0.0.1" for name in names}) == {}
 
 
 def test_a_daemon_names_a_misspelt_variable_at_its_start(make_daemon) -> None:

@@ -20,8 +20,6 @@ from typing import Any, TypeVar
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from kvserver.config import unknown_variables
-
 T = TypeVar("T")
 GPUS = [f"GPU-00000000-0000-0000-0000-{number:012d}" for number in range(2)]  # of --simulated-gpus 2
 KVSERVER = os.environ.get("KVSERVER_BIN") or str(Path(sys.executable).parent / "kvserver")
@@ -108,10 +106,10 @@ class Daemon:
 
         AssertionError with its log if it does not print it within a minute.
         """
-        of_tests = unknown_variables(os.environ)  # KVSERVER_BIN and others, which it would warn of
-        env = {name: value for name, value in os.environ.items() if name not in of_tests} | self.env
         with open(self.folder / "log", "a") as log:
-            self.process = subprocess.Popen(self.command(), stdout=subprocess.PIPE, stderr=log, text=True, env=env)
+            self.process = subprocess.Popen(
+                self.command(), stdout=subprocess.PIPE, stderr=log, text=True, env=os.environ | self.env
+            )
         assert self.process.stdout is not None
         os.set_blocking(self.process.stdout.fileno(), False)
         self.ready_line = wait_until(self._read_line, 60, "the ready line")

@@ -101,7 +101,7 @@ def test_what_was_read_is_there_when_the_rest_arrives() -> None:
         wait_until(lambda: len(f.tier.waiting) == 20)
         f.tier.release()
         wait_until(lambda: len(f.tier.waiting) == 1)
-        evicted = f.running.parts.cache
+        evicted = f.running.parts.cache.space
         while f.running.server.call(lambda: evicted.evicted_chunks).result(10) < 40:
             f.store(make_keys(15))
         f.tier.kept_waiting = set()

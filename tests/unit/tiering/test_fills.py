@@ -13,6 +13,17 @@ from kvserver.l2 import TierOutcome
 from kvserver.protocol import LookupReply
 
 
+def test_a_fill_that_is_requested_once_serving_is_off_reads_nothing() -> None:
+    with filling() as f:
+        keys = make_keys(4)
+        f.store(keys)
+        f.written(keys)
+        f.forget_l1()
+        assert f.lookup(keys) == LookupReply(0, fill_chunks=4)
+        f.running.server.call(lambda: f.running.parts.serving.switch("off")).result(10)
+        assert (f.fill(keys), f.gets()) == (0, [])
+
+
 def test_what_left_l1_comes_back_byte_for_byte() -> None:
     with filling() as f:
         keys = make_keys(10)

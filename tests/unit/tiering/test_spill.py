@@ -267,6 +267,19 @@ def test_only_what_was_loaded_is_written_with_admit_reused() -> None:
         assert s.keys() == used
 
 
+def test_what_is_loaded_while_stores_are_off_is_not_written() -> None:
+    with spilling("&admit=reused") as s:
+        keys = make_keys(2)
+        s.store(keys)
+        s.running.server.call(lambda: s.running.parts.serving.switch("stores-off")).result(10)
+        s.worker.lookup(keys)
+        s.worker.load(keys, s.worker.blocks_for(2, first=30))
+        s.running.server.call(lambda: s.running.parts.serving.switch("on")).result(10)
+        s.worker.load(keys[:1], s.worker.blocks_for(1, first=30))
+        s.written(1)
+        assert s.keys() == keys[:1]
+
+
 @pytest.mark.parametrize("state", ["opening", "read_only"])
 def test_a_tier_that_is_configured_read_only_is_offered_nothing_and_drops_nothing(state: State) -> None:
     """Each store counted as dropped, as if the tier had failed."""
