@@ -24,7 +24,7 @@ MUTANTS = (
     # ---- loop.py ------------------------------------------------------------------------------------
     Mutant(
         "systemd ends a daemon that works",
-        LOOP, "Server._keep_time", "report_alive(self.failure)", "pass", ("daemon/test_service_manager.py",),
+        LOOP, "Server._keep_time", "self._guarded(report_alive, self.failure)", "pass", ("daemon/test_service_manager.py",),
     ),
     # ---- clears.py ----------------------------------------------------------------------------------
     Mutant(
