@@ -193,7 +193,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             description="OpenTelemetry collector for metrics and traces: http(s)://host:port for OTLP over HTTP (to "
             "/v1/metrics and /v1/traces below it), grpc://host:port for gRPC without TLS, grpcs://host:port with it. The default is "
-            "OTEL_EXPORTER_OTLP_ENDPOINT with OTEL_EXPORTER_OTLP_PROTOCOL (http/protobuf or grpc). OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, "
+            "OTEL_EXPORTER_OTLP_ENDPOINT with OTEL_EXPORTER_OTLP_PROTOCOL (http/protobuf or grpc). "
+            "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT and _TRACES_ENDPOINT name another URL for one of the two. OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, "
             "OTEL_EXPORTER_OTLP_HEADERS, _COMPRESSION, _CERTIFICATE, _CLIENT_CERTIFICATE, _CLIENT_KEY and _TIMEOUT (5 seconds if unset), "
             "OTEL_METRIC_EXPORT_INTERVAL (15000 milliseconds if unset) and OTEL_TRACES_SAMPLER apply. Without the last, one request in a hundred is "
             "traced, and those whose trace context is sampled. Without a collector the daemon sends nothing; with one it uses about 12 MB more "

@@ -25,7 +25,12 @@ from typing import Any, TypeAlias, cast
 import requests
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.environment_variables import OTEL_EXPORTER_OTLP_TIMEOUT, OTEL_METRIC_EXPORT_INTERVAL
+from opentelemetry.sdk.environment_variables import (
+    OTEL_EXPORTER_OTLP_METRICS_ENDPOINT,
+    OTEL_EXPORTER_OTLP_TIMEOUT,
+    OTEL_EXPORTER_OTLP_TRACES_ENDPOINT,
+    OTEL_METRIC_EXPORT_INTERVAL,
+)
 from opentelemetry.sdk.metrics.export import (
     AggregationTemporality,
     Gauge,
@@ -137,19 +142,28 @@ class _Session(requests.Session):
 
 def metric_exporter(endpoint: OtlpEndpoint) -> MetricExporter:
     """ConfigError if OTEL_EXPORTER_OTLP_TIMEOUT is invalid; span_exporter() likewise."""
+    url = os.environ.get(OTEL_EXPORTER_OTLP_METRICS_ENDPOINT, "")
     if endpoint.grpc:
         from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter as OverGrpc
 
-        return OverGrpc(endpoint=endpoint.base, insecure=not endpoint.tls, timeout=_answer_seconds())
-    return OTLPMetricExporter(f"{endpoint.base}/v1/metrics", timeout=_answer_seconds(), session=_Session())
+        return OverGrpc(**_grpc_target(endpoint, url), timeout=_answer_seconds())
+    return OTLPMetricExporter(url or f"{endpoint.base}/v1/metrics", timeout=_answer_seconds(), session=_Session())
 
 
 def span_exporter(endpoint: OtlpEndpoint) -> SpanExporter:
+    url = os.environ.get(OTEL_EXPORTER_OTLP_TRACES_ENDPOINT, "")
     if endpoint.grpc:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as OverGrpc
 
-        return OverGrpc(endpoint=endpoint.base, insecure=not endpoint.tls, timeout=_answer_seconds())
-    return OTLPSpanExporter(f"{endpoint.base}/v1/traces", timeout=_answer_seconds(), session=_Session())
+        return OverGrpc(**_grpc_target(endpoint, url), timeout=_answer_seconds())
+    return OTLPSpanExporter(url or f"{endpoint.base}/v1/traces", timeout=_answer_seconds(), session=_Session())
+
+
+def _grpc_target(endpoint: OtlpEndpoint, url: str) -> dict[str, Any]:
+    """`url`: of the signal alone, or ""."""
+    if url:
+        return {"endpoint": url, "insecure": url.startswith("http://")}
+    return {"endpoint": endpoint.base, "insecure": not endpoint.tls}
 
 
 def _answer_seconds() -> float:

@@ -94,6 +94,16 @@ def test_the_endpoint_of_opentelemetrys_variables_is_used_and_shown(make_daemon,
         assert (row["value"], row["source_name"]) == (collected.url, "OTEL_EXPORTER_OTLP_ENDPOINT")
 
 
+@pytest.mark.parametrize(("collector", "path"), [(over_http, "/v1/metrics"), (over_grpc, "")])
+def test_metrics_go_to_an_endpoint_of_their_own(make_daemon, collector, path):
+    with collector() as collected:
+        url = collected.url.replace("grpc://", "http://") + path
+        nowhere = collected.url.rpartition(":")[0] + ":1"
+        daemon = make_daemon(otlp_endpoint=nowhere, env={"OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": url})
+        wait_until(collected.latest)
+        assert daemon.status()["otlp"]["failed"] == 0
+
+
 def test_metrics_and_traces_arrive_over_grpc_with_tls(make_daemon, make_worker, tmp_path):
     authority = Authority(tmp_path)
     trusting = {"OTEL_EXPORTER_OTLP_CERTIFICATE": str(authority.path), "OTEL_TRACES_SAMPLER": "always_on"}
