@@ -176,7 +176,7 @@ def _log(given: str, pid: int) -> str:
         raise OSError("no daemon listens at --endpoint, so its log is not known; give --log FILE")
     stderr = Path(f"/proc/{pid}/fd/{LOG_FD}")
     flags = re.search(r"flags:\s*([0-7]+)", Path(f"/proc/{pid}/fdinfo/{LOG_FD}").read_text())
-    if flags is None or not int(flags[1], 8) & os.O_CLOEXEC:  # inherited: a file of whoever started the daemon
+    if flags is None or not int(flags[1], 8) & os.O_CLOEXEC:  # inherited from the process that started the daemon
         raise OSError("where the daemon's log goes is not known; give --log FILE")
     if stderr.is_file():
         return _tail(stderr)

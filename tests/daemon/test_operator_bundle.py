@@ -137,11 +137,11 @@ def test_a_daemon_that_hangs_is_described_by_its_process_and_log(make_daemon, tm
 
 def test_a_file_that_the_daemon_inherited_is_not_taken_for_its_log(make_daemon, tmp_path):
     other = tmp_path / "other"
-    other.write_text("a file of whoever started the daemon")
+    other.write_text("a file of the process that started the daemon")
     daemon = make_daemon(program=("bash", "-c", f'exec "$0" "$@" 10<{other}', KVSERVER))
     path = tmp_path / "b.tar.gz"
     assert "give --log FILE" in outcomes(bundle(daemon, path, "--json"))["log.txt"]
-    assert "whoever" not in str(parts_of(path))
+    assert "that started" not in str(parts_of(path))
 
 
 def test_without_a_daemon_a_log_may_be_named(make_daemon, tmp_path):
