@@ -43,6 +43,6 @@ def test_an_engine_computes_while_serving_is_off_and_loads_again_without_a_resta
         assert front.series(name) == {(): 0.0}, name
     assert set(front.series("refused_total").values()) == {0.0}
     assert front.series("breaker_open") == {(): 0.0}
-    ours = [record for record in caplog.records if record.name.startswith("vllm.kvserver")]
-    assert ours == [], "what an operator wants is no fault"
+    warned = [one for one in caplog.records if one.name.startswith("vllm.kvserver") and one.levelno >= logging.WARNING]
+    assert warned == [], "what an operator wants is no fault"
     front.close()
