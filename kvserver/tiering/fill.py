@@ -5,6 +5,7 @@ Owns: its state, and what follows from that alone. Refuses to know: when it may 
 
 from __future__ import annotations
 
+import enum
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,14 @@ BATCH = 16  # objects that become READY together
 Owner: TypeAlias = tuple[str, str]  # (instance id, request id)
 # Looks the request up in L1, leases what it finds and makes the reply; it is given the tokens that were read for the request.
 Answer: TypeAlias = Callable[[Lookup, int], LookupReply]
+
+
+class Work(enum.Enum):
+    """What one turn of the loop does for one fill."""
+
+    PLAN = enum.auto()
+    RESERVE = enum.auto()  # one batch
+    READ = enum.auto()  # one batch: begin its reads
 
 
 @dataclass(eq=False, slots=True)

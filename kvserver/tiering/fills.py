@@ -29,7 +29,7 @@ from kvserver.engines import Instance, Respond
 from kvserver.events import Bus, ChunksStored, publish_evicted
 from kvserver.l2 import ObjectName, TierEnd, TierOutcome
 from kvserver.protocol import AwaitFill, Durability
-from kvserver.tiering.fill import BATCH, Answer, Fill, FillBatch, Filled, Owner, batches, bytes_of, is_filling
+from kvserver.tiering.fill import BATCH, Answer, Fill, FillBatch, Filled, Owner, Work, batches, bytes_of, is_filling
 from kvserver.tiering.presence import Attainable, MissingObjects, Presence, keys_of, most_within
 from kvserver.tiering.probes import Probes
 from kvserver.tiering.rates import MOST_READS, ReadRates
@@ -181,37 +181,44 @@ class Fills:
     # ---- reserving ----------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """At the end of a turn: answer what is due; then plan one fill, reserve one batch or begin its reads.
+        """At the end of a turn: answer what is due or done; then plan one fill, reserve one batch or begin its reads.
 
         True while there is more to do at once.
         """
-        if not self._fills:
-            return False
         now_ns = int(self._clock() * 1e9)
         for fill in list(self._fills.values()):
             if fill.due_ns <= now_ns:
                 self._finish(fill)
-        for fill in self._fills.values():
-            if not fill.planned and not fill.probes:  # first: its answer may be that nothing is read
+            elif fill.began:
+                self._finish_if_done(fill)  # or plan what another fill did not bring
+        match self._next(now_ns):
+            case None:
+                return False
+            case Work.PLAN, fill:
                 self._plan(fill)
-                return True
-        may_overtake = True
-        for fill in list(self._fills.values()):
-            if fill.probes or fill.ended:
-                continue
-            if not fill.began:
-                if not (may_overtake and self._fits_beside_others(fill)):
-                    may_overtake = may_overtake and now_ns < fill.overtaken_until_ns  # else it might never have room
-                    continue
+            case Work.RESERVE, fill:
                 fill.began = True
-            self._finish_if_done(fill)  # or plan what another fill did not bring
-            if fill.todo:
                 self._reserve_batch(fill, fill.todo.popleft())
-                return True
-            if fill.reserved and self._has_room(fill, fill.reserved[0]):
+            case Work.READ, fill:
                 self._begin_batch(fill, fill.reserved.popleft())
-                return True
-        return False
+        return True
+
+    def _next(self, now_ns: int) -> tuple[Work, Fill] | None:
+        """The work to do next, and for which fill. Plans first: their answer may be that nothing is read."""
+        for fill in self._fills.values():
+            if not fill.planned and not fill.probes:
+                return Work.PLAN, fill
+        may_overtake = True
+        for fill in self._fills.values():
+            if fill.probes:
+                continue
+            if not fill.began and not (may_overtake and self._fits_beside_others(fill)):
+                may_overtake = may_overtake and now_ns < fill.overtaken_until_ns  # else it might never have room
+            elif fill.todo:
+                return Work.RESERVE, fill
+            elif fill.reserved and self._has_room(fill, fill.reserved[0]):
+                return Work.READ, fill
+        return None
 
     def _fits_beside_others(self, fill: Fill) -> bool:
         used = self.used_bytes

@@ -44,17 +44,16 @@ MUTANTS = (
     ),
     Mutant(
         "a fill that waits for room holds up those that have begun",
-        FILLS, "Fills.step", "                    continue\n                fill.began = True",
-        "                    return False\n                fill.began = True",
+        FILLS, "Fills._next", "may_overtake = may_overtake and now_ns < fill.overtaken_until_ns", "return None",
         ("issues/test_a_fill_that_waits_for_room_held_up_others.py",),
     ),
     Mutant(
         "a fill without room holds up those behind it that have room",
-        FILLS, "Fills.step", "may_overtake and now_ns < fill.overtaken_until_ns", "False", ROOM_TESTS,
+        FILLS, "Fills._next", "may_overtake and now_ns < fill.overtaken_until_ns", "False", ROOM_TESTS,
     ),
     Mutant(
         "a fill without room is overtaken until it is due",
-        FILLS, "Fills.step", "may_overtake and now_ns < fill.overtaken_until_ns", "may_overtake", ROOM_TESTS,
+        FILLS, "Fills._next", "may_overtake and now_ns < fill.overtaken_until_ns", "may_overtake", ROOM_TESTS,
     ),
     Mutant(
         "a fill keeps one rank's bytes of an object that no store completes",
@@ -67,7 +66,7 @@ MUTANTS = (
     ),
     Mutant(
         "a fill is planned and reserves in one turn",
-        FILLS, "Fills.step", "self._plan(fill)\n                return True", "self._plan(fill)", TURN_TESTS,
+        FILLS, "Fills.step", "self._plan(fill)", "self._plan(fill) or self.step()", TURN_TESTS,
     ),
     Mutant(
         "a fill reserves all its batches in one turn",
@@ -109,7 +108,7 @@ MUTANTS = (
     ),
     Mutant(
         "a fill reads before it has slots for all",
-        FILLS, "Fills.step", "fill.todo.popleft())\n                return True", "fill.todo.popleft())", FILL_TESTS,
+        FILLS, "Fills._next", "elif fill.todo:", "elif fill.todo and not fill.reserved:", FILL_TESTS,
     ),
     Mutant(
         "a model with windows reads what finds no space for its chunks",
