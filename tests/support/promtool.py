@@ -89,5 +89,6 @@ def _going_on(name: str, before: float | None, last: float | None, minutes: int)
     if last is None:
         return f"_x{minutes}"
     is_counter = name.endswith(("_total", "_count", "_sum", "_bucket"))
-    step = last - (before or 0) if is_counter else 0
+    grown = last - (before or 0)
+    step = (grown if grown >= 0 else last) if is_counter else 0  # less: a daemon that was started anew
     return f"{last:f}+{step:f}x{minutes}"
