@@ -1,4 +1,4 @@
-"""What an object uses of a Valkey server's memory beside its bytes, as `maxmemory` counts it.
+"""Memory of a Valkey server that an object uses beside its bytes, as `maxmemory` counts it.
 
     .venv/bin/python bench/l2_memory.py [--server BINARY]
 

@@ -1,4 +1,4 @@
-"""How long the walks of requests are, from vLLM's scheduler (a clear's from its HTTP request) to the last subscriber of events.
+"""The lengths of the walks of requests, from vLLM's scheduler (a clear's from its HTTP request) to the last subscriber of events.
 
     .venv-vllm/bin/python bench/walk.py [--rounds 9] [--list] [--daemon-python .venv/bin/python]
 
@@ -324,7 +324,7 @@ def walks(entries: Sequence[Entry], windows: Windows) -> dict[str, Walk]:
         return [entry for first, last in ends for entry in entries[first:last]]
 
     def usual(rounds: Sequence[Sequence[Entry]]) -> set[Function]:
-        """What most rounds enter: the rest is the work of each second, or an operation that ended late."""
+        """The functions that most rounds enter. The rest is the work of each second, or an operation that ended late."""
         seen = Counter(function for entered in rounds for function in {entry.function for entry in entered})
         return {function for function, times in seen.items() if 2 * times > len(rounds)}
 

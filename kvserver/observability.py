@@ -1,4 +1,4 @@
-"""What observes the events of one daemon: made, started and ended together, with its metrics.
+"""The observers of one daemon's events: made, started and ended together, with their metrics.
 
 Owns: which observers there are and the order in which they see an event. Refuses to know: what an observer does, and the
 parts of the loop (`parts`).

@@ -81,7 +81,7 @@ def listener_pid(endpoint: str) -> int:
 
 
 def _hangs(what: str, pid: int) -> Finding:
-    """Of a daemon that does not answer, the state that the kernel shows of its process."""
+    """The finding on a daemon that does not answer, with the state that the kernel shows of its process."""
     text = f"{what} does not answer"
     if not pid:
         return problem(text, _RESTART)
@@ -94,7 +94,7 @@ def _hangs(what: str, pid: int) -> Finding:
 
 
 def _listens(pid: int, port: int) -> bool:
-    """Whether the process has a listening TCP socket of that port; False if its descriptors cannot be read."""
+    """True if the process has a listening TCP socket of that port; False also if its descriptors cannot be read."""
     inodes = set()
     with contextlib.suppress(OSError):
         for table in ("tcp", "tcp6"):

@@ -32,7 +32,7 @@ _LAST_LINES_SECONDS = 1.0
 
 @contextlib.contextmanager
 def library_lines_logged() -> Iterator[None]:
-    """Log the lines that libraries write to stderr. REQUIRES: set_up_logging(); no other thread writes to stderr."""
+    """Log the lines that libraries write to stderr. REQUIRES: set_up_logging() was called; no other thread writes to stderr."""
     _open_if_closed()
     former = os.fdopen(fcntl.fcntl(2, fcntl.F_DUPFD_CLOEXEC, LOG_FD), "w", 1, errors="backslashreplace")
     read, write = socket.socketpair()

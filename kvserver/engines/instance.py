@@ -90,7 +90,7 @@ class Instance:
 
     @property
     def ranks_text(self) -> str:
-        """How many of its ranks can copy: nothing is found until all can."""
+        """The number of its ranks that can copy, as a sentence: nothing is found until all can."""
         ready = sum(worker.mapped for worker in self.workers.values())
         return f"{ready} of {self.world_size} ranks of {self.instance_id!r} are registered"
 
@@ -122,7 +122,7 @@ class Instance:
             self.coverages = coverages_of(ranks[0].layout, spec.object_groups, spec.chunk_tokens, list(sizes))
 
     def durability(self, of_variant: Durability) -> Durability:
-        """Of KV of one variant: the least of what the engine states of the variant and of the registration."""
+        """The durability of one variant's KV: the least of what the engine states of the variant and of the registration."""
         if not self.coverages or self.private:
             return Durability.PROCESS
         return min(of_variant, Durability.MACHINE) if self.machine_only else of_variant

@@ -103,7 +103,7 @@ class Instances:
         self._forgotten.add(self.departed.pop(name).counts)
 
     def counts_of(self, spec: RegisterWorker) -> Counts:
-        """Of the worker's instance, also after it disconnected."""
+        """Counts of the worker's instance, also after it disconnected."""
         instance = self.by_id.get(spec.instance_id)
         if instance is not None:
             return instance.counts
@@ -136,7 +136,7 @@ class Instances:
         return sums
 
     def all_counts(self) -> list[Counts]:
-        """Those that totals() sums."""
+        """The counts that totals() sums."""
         return [self._forgotten, *(each.counts for each in (*self.by_id.values(), *self.departed.values()))]
 
     @staticmethod

@@ -40,7 +40,7 @@ class WorkerGroup:
         return tails_of(of_chunks) if self.layout.tails else of_chunks
 
     def chunks_namespace(self, namespace: bytes) -> bytes:
-        """As namespace() was given it: events of single blocks have it, too."""
+        """The namespace that namespace() was given: events of single blocks have it, too."""
         return chunks_of(namespace) if self.layout.tails else namespace
 
 
@@ -72,7 +72,7 @@ class Worker:
 
     @property
     def chunk_groups(self) -> list[WorkerGroup]:
-        """Those of chunks, whose objects go to L2 too: single blocks stay in L1."""
+        """The groups of chunks. Their objects go to L2, too; single blocks stay in L1."""
         return self.groups[: len(self.spec.object_groups)]
 
     def _groups(self, layout: Groups, chunk_tokens: int) -> list[WorkerGroup]:

@@ -131,7 +131,7 @@ class Copies:
     # ---- counts -------------------------------------------------------------------------------
 
     def counts_of(self, worker: Worker) -> Counts:
-        """Of the worker's instance, also after it disconnected."""
+        """Counts of the worker's instance, also after it disconnected."""
         return self.instances.counts_of(worker.spec)
 
     def _count_copied(self, counts: Counts, ticket: CopyTicket, completion: Completion) -> None:

@@ -152,7 +152,8 @@ class Upkeep:
         chunks = self.cache.clear_namespaces(base)
         log.info("%d chunks cleared from L1", chunks)
         self.storage.clear(base, lambda failure: done(chunks, failure))
-        self.bus.publish(L1Cleared(int(self.clock() * 1e9), base))  # after L2's, whose descriptions L1's share
+        # Behind L2's events: what both tiers have shares a description.
+        self.bus.publish(L1Cleared(int(self.clock() * 1e9), base))
 
     # ---- accounting ---------------------------------------------------------------------------
 

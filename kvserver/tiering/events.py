@@ -49,7 +49,7 @@ class L2Events:
     # ---- changes ------------------------------------------------------------------------------
 
     def publish(self) -> None:
-        """What has changed. Before anything else can remove objects from L1, whose descriptions L2's share."""
+        """Publish what has changed, before anything else can remove objects from L1, whose descriptions L2's share."""
         for (stored, namespace, group), changes in groupby(self._changes, lambda each: (each[0], *each[1][:2])):
             keys = b"".join([name.key for _, name in changes])
             event = (L2Stored if stored else L2Removed)(self._now_ns(), namespace, keys, group)
