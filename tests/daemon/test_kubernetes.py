@@ -129,6 +129,14 @@ def test_a_sidecar_never_keeps_its_engine_from_serving() -> None:
         assert not {"readinessProbe", "startupProbe"} & spec.keys()
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_daemons_of_pods_with_one_name_are_two_instances_to_a_collector(name: str) -> None:
+    given = {one["name"]: one for one in container(built(OVERLAYS / name), "kvserver").spec["env"]}
+    assert given["OTEL_RESOURCE_ATTRIBUTES"]["value"] == "service.instance.id=$(POD_UID)"
+    assert given["POD_UID"]["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.uid"
+    assert [*given].index("POD_UID") < [*given].index("OTEL_RESOURCE_ATTRIBUTES"), "else it is not replaced"
+
+
 def test_a_node_has_one_daemon_at_a_time() -> None:
     (found,) = (o for o in built(OVERLAYS / "node") if o["kind"] == "DaemonSet")
     assert found["spec"]["updateStrategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}

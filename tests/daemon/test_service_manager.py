@@ -66,6 +66,12 @@ def test_the_report_states_on_one_line_why_the_daemon_is_not_ready(
     assert manager.next() == "READY=1\nWATCHDOG=1\nSTATUS=not ready: L2 tier file:///a is down: STOPPING=1"
 
 
+def test_a_reason_that_is_no_utf_8_is_reported(manager: Manager, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NOTIFY_SOCKET", manager.address)
+    report_alive("L2 tier file:///\udcff is down")
+    assert manager.next().endswith("STATUS=not ready: L2 tier file:///? is down")
+
+
 def test_a_loop_that_hangs_reports_nothing(manager: Manager, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NOTIFY_SOCKET", manager.address)
     device = FakeDevice(HostRegion(L1_BYTES), PAGE_BYTES)
