@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 from kvserver.adapters.common.settings import PREFIX
-
 from kvserver.config import Settings
 from kvserver.config.sources import flag, markdown_table
 

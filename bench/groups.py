@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from common import percentile, table
-from kvserver.adapters.common.boundaries import Boundaries
 from rig import BenchDaemon, BenchWorker, make_keys
 from rpc import samples_of
 
+from kvserver.adapters.common.boundaries import Boundaries
 from kvserver.protocol import KEY_BYTES, ObjectGroup
 
 CHUNK, BLOCK, TOKENS = 256, 32, 131072

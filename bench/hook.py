@@ -17,13 +17,14 @@ from typing import Any
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 from common import median, table
-from kvserver.adapters.vllm.blockpool import PoolHook
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
+
+from kvserver.adapters.vllm.blockpool import PoolHook
 
 BLOCK_TOKENS = 16
 BATCH = 64  # blocks of a request

@@ -22,7 +22,6 @@ from typing import Any, Protocol
 from kvserver.adapters.common.announced import AnnouncedBlocks
 from kvserver.adapters.common.dispatcher import Dispatcher
 from kvserver.adapters.common.notices import EngineNames
-
 from kvserver.protocol import KVBlocks, KVEventsTaken, Reply, TakeKVEvents
 
 WITHDRAW_SECONDS = 5.0

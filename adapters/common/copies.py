@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from kvserver._native import State
 from kvserver.adapters.common.link import Session
 from kvserver.adapters.common.specs import LoadSpec, StoreSpec
-
-from kvserver._native import State
 
 
 @dataclass(slots=True)

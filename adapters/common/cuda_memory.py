@@ -13,9 +13,9 @@ import os
 from collections.abc import Sequence
 
 import torch
+
 from kvserver.adapters.common.cuda_driver import FD_HANDLE, Driver, DriverError
 from kvserver.adapters.common.exporter import CannotShare, Exported, Window
-
 from kvserver.protocol import CudaIpc, CudaVmmFd, Memory
 
 _PIECEWISE = (

@@ -14,7 +14,6 @@ from typing import TypeAlias
 
 from kvserver.adapters.common.faults import Faults
 from kvserver.adapters.common.link import Link, Session
-
 from kvserver.protocol import Error, ErrorCode, HelloReply, Reply, Request
 
 log = logging.getLogger("vllm.kvserver")

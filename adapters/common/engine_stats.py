@@ -11,7 +11,6 @@ import logging
 import threading
 
 from kvserver.adapters.common.link import absence
-
 from kvserver.protocol import EngineLoad, Error
 from kvserver.protocol.client import Channel
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from kvserver.adapters.common.specs import CopySpec, LoadSpec, StoreSpec
-
 from kvserver.protocol import KEY_BYTES
 
 SECONDS = 10.0

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from kvserver.adapters.common.dispatcher import Dispatcher
-
 from kvserver.protocol import AwaitFill, Lookup, LookupReply, Reply
 
 MOST_FILLS = 128  # in flight; further lookups go without: each is a message that the daemon keeps

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from kvserver.adapters.common.exporter import CannotShare, Exported, Window
 from torch.overrides import TorchFunctionMode
 
+from kvserver.adapters.common.exporter import CannotShare, Exported, Window
 from kvserver.protocol import SharedFd
 
 log = logging.getLogger("vllm.kvserver")

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 
 from kvserver.adapters.common.dispatcher import Dispatcher
-
 from kvserver.protocol import DescribeScheduler
 
 _AGAIN_SECONDS = 1.0

@@ -20,9 +20,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvserver.adapters.common.cache_status import CONNECTED, STARTING, CacheStatus, refused
-
 from kvserver._native import WordPage
+from kvserver.adapters.common.cache_status import CONNECTED, STARTING, CacheStatus, refused
 from kvserver.protocol import (
     HelloReply,
     NotPermitted,

@@ -17,7 +17,6 @@ from functools import partial
 from kvserver.adapters.common.dispatcher import Dispatcher
 from kvserver.adapters.common.fills import AwaitedFills
 from kvserver.adapters.common.settings import CommonSettings
-
 from kvserver.protocol import HelloReply, Lookup, LookupReply, LookupTail, Reply
 
 MOST_IN_FLIGHT = 512  # fewer than the answers that a channel and a daemon queue for a peer that does not read

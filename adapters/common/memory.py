@@ -13,6 +13,7 @@ from functools import partial
 
 import msgspec
 import torch
+
 from kvserver.adapters.common.cuda_memory import CudaMemory
 from kvserver.adapters.common.exporter import CannotShare, MakeExporter, Window
 from kvserver.adapters.common.host_memory import HostMemory
@@ -24,7 +25,6 @@ from kvserver.adapters.common.planes import (
     merge,
     tensor_planes,
 )
-
 from kvserver.protocol import Memory, Plane
 
 

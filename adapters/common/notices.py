@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from kvserver.adapters.common.dispatcher import Dispatcher
-
 from kvserver.protocol import EndRequest, Error, ErrorCode, ExactRecords, HelloReply, ReportBlockAllocations
 
 _LOST = {ErrorCode.REPORT_GAP.value, ErrorCode.UNKNOWN_INSTANCE.value, ErrorCode.DUPLICATE_INSTANCE.value}

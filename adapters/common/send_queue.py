@@ -24,9 +24,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from kvserver.adapters.common.link import Session
-
 from kvserver._native import State
+from kvserver.adapters.common.link import Session
 from kvserver.protocol import Reply, Retrieve, Store
 
 _LOOK_SECONDS = 0.0005  # state words may change while the thread waits for an event

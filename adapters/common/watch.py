@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from kvserver.adapters.common.cache_status import CacheStatus, from_hello
 from kvserver.adapters.common.link import absence, failure
 from kvserver.adapters.common.notices import EngineNames
-
 from kvserver.protocol.client import Client
 
 log = logging.getLogger("vllm.kvserver")

@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from kvserver.adapters.common.planes import UnsupportedLayout
 from vllm import envs
+
+from kvserver.adapters.common.planes import UnsupportedLayout
 
 
 def attention_backends(vllm_config: Any, layer_names: list[str]) -> str:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from kvserver.adapters.common.notices import Records
 from kvserver.adapters.common.steps import NULL_BLOCK
-
 from kvserver.protocol import (
     MARK,
     RECORD_ACCESSED,

@@ -16,6 +16,7 @@ from pathlib import PurePath
 from typing import Any
 
 import torch
+
 from kvserver.adapters.vllm.harmless import HARMLESS_OF_HF_CONFIG, is_harmless
 
 _DEEPEST = 40

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvserver.adapters.common.steps import NULL_BLOCK
-
 from kvserver.protocol import KEY_BYTES, ObjectGroup, chunk_tokens_for, has_tails
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from kvserver.adapters.vllm.chunks import Chunks
 from vllm.v1.core import kv_cache_utils
 
+from kvserver.adapters.vllm.chunks import Chunks
 from kvserver.protocol import MOST_EXTRA_KEY_BYTES, ChunkContents
 
 if TYPE_CHECKING:

@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvserver.adapters.vllm.foreign_code import architectures_of, registered_module
 from vllm.model_executor.models import ModelRegistry
+
+from kvserver.adapters.vllm.foreign_code import architectures_of, registered_module
 
 ROTARY = "vllm.model_executor.layers.rotary_embedding"
 _LONGROPE = "phi3_long_rope_scaled_rope.py"  # which a model's configuration chooses by name

@@ -9,16 +9,16 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from vllm.distributed import kv_events
+from vllm.v1 import kv_cache_interface
+from vllm.v1.core import kv_cache_utils
+
 from kvserver.adapters.common.notices import EngineNames
 from kvserver.adapters.common.settings import PREFIX
 from kvserver.adapters.vllm.groups import object_groups
 from kvserver.adapters.vllm.names import names_of
 from kvserver.adapters.vllm.requests import ALL_TOKENS
 from kvserver.adapters.vllm.support import drops_last_block, hash_block_tokens, whole_prompts_only
-from vllm.distributed import kv_events
-from vllm.v1 import kv_cache_interface
-from vllm.v1.core import kv_cache_utils
-
 from kvserver.protocol import DescribeScheduler, HashForm, KVGroup, ObjectGroup
 
 

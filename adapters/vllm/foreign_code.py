@@ -17,10 +17,11 @@ from importlib.metadata import EntryPoint, entry_points, packages_distributions,
 from pathlib import Path
 from typing import Any
 
-from kvserver.adapters.common.weights import NoWeights, code_digest
-from kvserver.adapters.vllm.support import layer_specs
 from vllm import envs, platforms
 from vllm.model_executor.models import ModelRegistry
+
+from kvserver.adapters.common.weights import NoWeights, code_digest
+from kvserver.adapters.vllm.support import layer_specs
 
 _PLUGINS = "vllm.general_plugins"
 _OWN = {"vllm", "kvserver", "torch", "transformers"}  # their versions count, or change no KV

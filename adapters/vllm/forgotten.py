@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.request import RequestStatus
+
 from kvserver.adapters.common.steps import NULL_BLOCK
 from kvserver.adapters.vllm.chunks import Tables
 from kvserver.adapters.vllm.nesting import resets_running_requests
-from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvserver.adapters.vllm.support import replicated
-
 from kvserver.protocol import ObjectGroup
 
 if TYPE_CHECKING:

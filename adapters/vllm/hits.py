@@ -15,7 +15,6 @@ from kvserver.adapters.vllm.chunks import Chunks
 from kvserver.adapters.vllm.facts import EngineFacts
 from kvserver.adapters.vllm.requests import RequestState
 from kvserver.adapters.vllm.variants import Variants
-
 from kvserver.protocol import MAX_CHUNKS, Lookup, LookupTail
 
 if TYPE_CHECKING:

@@ -19,16 +19,16 @@ from typing import Any
 
 import torch
 import vllm
+from vllm import envs
+from vllm.platforms import current_platform
+from vllm.utils.hashing import get_hash_fn_by_name
+
 from kvserver.adapters.common.weights import NoWeights, file_digest, folder_digest
 from kvserver.adapters.vllm import foreign_code
 from kvserver.adapters.vllm.canonical import Refused, canonical, counted_fields, digest, hf_content, is_hf_config
 from kvserver.adapters.vllm.context_length import counted_length, is_model
 from kvserver.adapters.vllm.harmless import HARMLESS_VARIABLES, OTHER_VARIABLES
 from kvserver.adapters.vllm.support import hash_block_tokens, vllm_version
-from vllm import envs
-from vllm.platforms import current_platform
-from vllm.utils.hashing import get_hash_fn_by_name
-
 from kvserver.protocol import Counted, Durability
 
 # Fields whose values may be sent to the daemon, to name what differs: never an address, a path or a secret.

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from kvserver._native import pack_blocks
 from kvserver.adapters.common.specs import LoadSpec
 from kvserver.adapters.vllm.chunks import Chunks, Tables
 from kvserver.adapters.vllm.requests import RequestState
-
-from kvserver._native import pack_blocks
 
 
 class LoadPlanner:

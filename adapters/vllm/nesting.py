@@ -13,11 +13,12 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
 from kvserver.adapters.common.settings import read_settings
 from kvserver.adapters.vllm.settings import AdapterSettings
 from kvserver.adapters.vllm_plugin import NAME
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 WRAPPERS: tuple[type, ...] = (MultiConnector,)
 # Connectors that bring back the bytes that were computed. Others may convert them (LMCache's serializers lose precision).

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
+
 from kvserver.adapters.common.exporter import MakeExporter
 from kvserver.adapters.common.link import GPU_MARGIN_SECONDS, WORDS, Link, Registration
 from kvserver.adapters.common.memory import share
@@ -23,7 +24,6 @@ from kvserver.adapters.vllm.identity import Identity, config_identity, with_weig
 from kvserver.adapters.vllm.names import names_of
 from kvserver.adapters.vllm.settings import AdapterSettings
 from kvserver.adapters.vllm.support import ALLOCATES_IN_CONTEXT, blocks_come_first
-
 from kvserver.protocol import HelloReply, RegisterWorker, block_bytes, chunk_tokens_for, has_tails, planes_of
 
 if TYPE_CHECKING:

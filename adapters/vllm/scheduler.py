@@ -17,6 +17,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, ParamSpec
 
+from vllm.v1.request import RequestStatus
+
 from kvserver.adapters.common.announcer import Announcer
 from kvserver.adapters.common.cache_status import CacheStatus
 from kvserver.adapters.common.dispatcher import Dispatcher
@@ -49,8 +51,6 @@ from kvserver.adapters.vllm.store_plans import StorePlanner
 from kvserver.adapters.vllm.support import rehashes_sessions
 from kvserver.adapters.vllm.variants import Variants
 from kvserver.adapters.vllm.wishes import wishes_of, wishes_of_turn
-from vllm.v1.request import RequestStatus
-
 from kvserver.protocol import HelloReply
 
 if TYPE_CHECKING:

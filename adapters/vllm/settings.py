@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from kvserver.adapters.common.settings import CommonSettings
 from msgspec import Meta
+
+from kvserver.adapters.common.settings import CommonSettings
 
 
 class AdapterSettings(CommonSettings, frozen=True, kw_only=True):

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from kvserver.adapters.vllm.requests import ALL_TOKENS
 from vllm.v1.request import RequestStatus
 
+from kvserver.adapters.vllm.requests import ALL_TOKENS
 from kvserver.protocol import ObjectGroup
 
 if TYPE_CHECKING:

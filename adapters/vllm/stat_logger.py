@@ -13,11 +13,11 @@ import weakref
 from dataclasses import asdict
 from typing import Any
 
+from vllm.v1.metrics.loggers import StatLoggerBase
+
 from kvserver.adapters.common.engine_stats import send_stats
 from kvserver.adapters.vllm.names import names_of
 from kvserver.adapters.vllm.nesting import own_settings
-from vllm.v1.metrics.loggers import StatLoggerBase
-
 from kvserver.protocol import EngineLoad
 
 log = logging.getLogger("vllm.kvserver")

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvserver.adapters.common.stats import added, summary
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+
+from kvserver.adapters.common.stats import added, summary
 
 # vLLM's names for hits from CPU memory and from storage, where it counts hits by their source.
 HOST, DISK = (getattr(getattr(base, "CacheHitSource", None), name, None) for name in ("HOST", "DISK"))

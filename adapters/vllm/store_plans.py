@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
+from kvserver._native import pack_blocks
 from kvserver.adapters.common.boundaries import Boundaries
 from kvserver.adapters.common.hazards import PinnedStores
 from kvserver.adapters.common.specs import StoreSpec
@@ -21,8 +22,6 @@ from kvserver.adapters.vllm.contents import Contents
 from kvserver.adapters.vllm.facts import EngineFacts
 from kvserver.adapters.vllm.requests import RequestState, offers_of, tables_of
 from kvserver.adapters.vllm.variants import Variants
-
-from kvserver._native import pack_blocks
 from kvserver.protocol import MAX_CHUNKS, HelloReply
 
 if TYPE_CHECKING:

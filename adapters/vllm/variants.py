@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 from kvserver.adapters.vllm.identity import chain_durability, chain_start
 from kvserver.adapters.vllm.loras import Loras
-
 from kvserver.protocol import Durability
 
 log = logging.getLogger("vllm.kvserver")

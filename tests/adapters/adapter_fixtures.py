@@ -15,14 +15,15 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("KVSERVER_TAILS", "off")  # these tests are about chunks; those of single blocks pass tails="on"
 
-from kvserver.adapters.common.speed import PrefillSpeed
-from kvserver.adapters.vllm import KVServerConnector
 from late_gpu import LateGpu
 from model_folder import write_model
 from modelless import Adjust, Engine, configure
 from support.daemon import Daemon, wait_until
 from tap import Tap
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+from kvserver.adapters.common.speed import PrefillSpeed
+from kvserver.adapters.vllm import KVServerConnector
 
 
 @pytest.fixture(scope="session")

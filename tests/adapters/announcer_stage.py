@@ -12,13 +12,13 @@ from array import array
 from pathlib import Path
 from typing import Any
 
+from peer import Peer as DaemonPeer
+from support.kv_audience import Audience
+
 from kvserver.adapters.common.announcer import Announcer
 from kvserver.adapters.common.notices import EngineNames
 from kvserver.adapters.vllm.blockpool import PoolHook
 from kvserver.adapters.vllm.events import TierEvents
-from peer import Peer as DaemonPeer
-from support.kv_audience import Audience
-
 from kvserver.protocol import KVBlocks, KVEventsTaken, KVGroup, Reply, TakeKVEvents
 
 GROUPS = (KVGroup("full_attention"), KVGroup("sliding_window", 128))

@@ -11,10 +11,11 @@ import tempfile
 
 with tempfile.TemporaryDirectory() as folder:
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder  # before prometheus_client is imported
-    from kvserver.adapters.common.board import Board
-    from kvserver.adapters.common.cache_status import CONNECTED
     from prometheus_client import CollectorRegistry, Gauge, generate_latest
     from prometheus_client.multiprocess import MultiProcessCollector
+
+    from kvserver.adapters.common.board import Board
+    from kvserver.adapters.common.cache_status import CONNECTED
 
     for server in ("first", "second"):
         child = os.fork()

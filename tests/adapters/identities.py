@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvserver.adapters.vllm.identity import Identity
 from vllm.config import MultiModalConfig, VllmConfig
+
+from kvserver.adapters.vllm.identity import Identity
 
 CONNECTOR = {"kv_connector": "KVServerConnector", "kv_connector_module_path": "kvserver.adapters.vllm"}
 Identify = Callable[..., Identity]

@@ -14,7 +14,6 @@ from functools import partial
 
 import numpy as np
 import torch
-from kvserver.adapters.vllm.support import ALLOCATES_IN_CONTEXT
 from made_up_model import LAYERS, VOCAB, chain, next_token
 from planning import get_kv_cache_config_from_groups
 from vllm.config import VllmConfig
@@ -32,6 +31,8 @@ from vllm.v1.kv_cache_interface import (
     create_kv_cache_views,
 )
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
+
+from kvserver.adapters.vllm.support import ALLOCATES_IN_CONTEXT
 
 
 @dataclass

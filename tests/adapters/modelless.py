@@ -18,9 +18,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from kvserver.adapters.common.specs import LoadSpec, StoreSpec, ids_of
-from kvserver.adapters.common.steps import StepPlan
-from kvserver.adapters.vllm import KVServerConnector
 from late_gpu import LateGpu
 from made_up_model import BLOCK, HEADS, LAYERS, WIDTH, continuation, prompt
 from model_runner import Batch, Runner
@@ -55,6 +52,10 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
+
+from kvserver.adapters.common.specs import LoadSpec, StoreSpec, ids_of
+from kvserver.adapters.common.steps import StepPlan
+from kvserver.adapters.vllm import KVServerConnector
 
 
 def ours(connector: KVConnectorBase_V1) -> KVServerConnector:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import zmq
+
 from kvserver.adapters.common.dispatcher import Dispatcher
 from kvserver.adapters.common.faults import Faults
 from kvserver.adapters.common.link import Breaker, Session
-
 from kvserver.protocol import PROTOCOL_VERSION, HelloReply, Reply, Request, decode_request, encode
 from kvserver.protocol.client import Channel
 

@@ -8,14 +8,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Set
 from typing import Any
 
-from kvserver.adapters.common.notices import Records
-from kvserver.adapters.vllm.blockpool import PoolHook
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
+from kvserver.adapters.common.notices import Records
+from kvserver.adapters.vllm.blockpool import PoolHook
 from kvserver.protocol import (
     MARK,
     RECORD_ACCESSED,

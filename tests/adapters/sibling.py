@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from kvserver.adapters.vllm import KVServerConnector
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
+
+from kvserver.adapters.vllm import KVServerConnector
 
 
 class Loads(KVConnectorMetadata):

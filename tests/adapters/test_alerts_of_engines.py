@@ -8,11 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 from front_end import FrontEnd, exposition, watches
-from kvserver.adapters.vllm.scheduler import SchedulerHalf
 from made_up_model import prompt
 from modelless import Engine
 from support.daemon import wait_until
 from support.promtool import firing
+
+from kvserver.adapters.vllm.scheduler import SchedulerHalf
 
 pytestmark = pytest.mark.long
 TOKENS = prompt(1, 200)

@@ -9,11 +9,11 @@ import msgspec
 import pytest
 from announcer_stage import PER_CHUNK, TOKENS, Clock, Stage, block_hash, chunk, hashes_of, removal
 from hypothesis import given
-from kvserver.adapters.common import announcer as module
-from kvserver.adapters.common.announcer import MOST_BLOCKS, WITHDRAW_SECONDS
 from support.properties import Dice, examples, walks
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
+from kvserver.adapters.common import announcer as module
+from kvserver.adapters.common.announcer import MOST_BLOCKS, WITHDRAW_SECONDS
 from kvserver.protocol import Error, ErrorCode, KVBlocks, KVEventsTaken, TakeKVEvents
 
 

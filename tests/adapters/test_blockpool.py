@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import given
-from kvserver.adapters.common.hazards import PinnedStores
-from kvserver.adapters.vllm.blockpool import MARK_NS, MAX_RECORDS
 from replay import Churn, Replay, timed, unpack
 from support.properties import Dice, examples, walks
 
+from kvserver.adapters.common.hazards import PinnedStores
+from kvserver.adapters.vllm.blockpool import MARK_NS, MAX_RECORDS
 from kvserver.protocol import (
     RECORD_ACCESSED,
     RECORD_ALLOCATED,

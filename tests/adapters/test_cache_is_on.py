@@ -12,20 +12,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
-import kvserver.adapters.vllm
 import pytest
 from front_end import FrontEnd, exposition, watches
-from kvserver.adapters.common import host_memory
-from kvserver.adapters.common.cache_status import REASONS
-from kvserver.adapters.common.specs import ids_of
-from kvserver.adapters.vllm.prom import PLACES
-from kvserver.adapters.vllm.scheduler import SchedulerHalf
 from made_up_model import prompt
 from modelless import Engine
 from support.daemon import wait_until
 from vllm.config import KVTransferConfig
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
+import kvserver.adapters.vllm
+from kvserver.adapters.common import host_memory
+from kvserver.adapters.common.cache_status import REASONS
+from kvserver.adapters.common.specs import ids_of
+from kvserver.adapters.vllm.prom import PLACES
+from kvserver.adapters.vllm.scheduler import SchedulerHalf
 from kvserver.cli.checks_engine import HELP
 from kvserver.protocol import Error, ErrorCode, Hello, Lookup, RegisterWorker, Retrieve
 

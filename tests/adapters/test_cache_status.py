@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from kvserver.adapters.common.cache_status import CONNECTED, CacheStatus, EngineCacheStatus
 
 HALVES = {"scheduler": CONNECTED, "rank 0": CONNECTED}

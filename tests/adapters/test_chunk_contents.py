@@ -10,8 +10,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from kvserver.adapters.vllm.chunks import Chunks
-from kvserver.adapters.vllm.contents import Contents
 from made_up_model import BLOCK, prompt
 from vllm.distributed.kv_events import BlockStored
 from vllm.lora.request import LoRARequest
@@ -22,6 +20,8 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
+from kvserver.adapters.vllm.chunks import Chunks
+from kvserver.adapters.vllm.contents import Contents
 from kvserver.cache import Groups
 from kvserver.events import ChunksDescribed
 from kvserver.kv_events.descriptions import describe, of_objects

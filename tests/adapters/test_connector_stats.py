@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from kvserver.adapters.common.stats import TIERS, WITHDRAWN_REASONS, WITHDRAWN_TOKENS
-from kvserver.adapters.vllm import KVServerConnector
-from kvserver.adapters.vllm.stats import KVServerStats
 from made_up_model import BLOCK, prompt
 from modelless import IMPATIENT, Engine, configure
 from prometheus_client import REGISTRY
@@ -14,6 +11,9 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from kvserver.adapters.common.stats import TIERS, WITHDRAWN_REASONS, WITHDRAWN_TOKENS
+from kvserver.adapters.vllm import KVServerConnector
+from kvserver.adapters.vllm.stats import KVServerStats
 from kvserver.protocol import Error, Lookup, LookupReply, Retrieve, Store
 
 CHUNK = 64

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.descriptors import descriptors_of
+
 from kvserver.adapters.common.cuda_driver import FD_HANDLE, Driver
 from kvserver.adapters.common.cuda_memory import CudaMemory
 from kvserver.adapters.common.exporter import CannotShare
 from kvserver.adapters.common.memory import SharedCaches, exporter_for, share
-from support.descriptors import descriptors_of
-
 from kvserver.protocol import CudaIpc, CudaVmmFd
 
 FABRIC_HANDLE = 0x8  # CU_MEM_HANDLE_TYPE_FABRIC

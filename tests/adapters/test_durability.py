@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 import vllm
-from kvserver.adapters.vllm.identity import chain_durability, config_identity, with_weights
-from kvserver.adapters.vllm.variants import Variants
 from made_up_model import prompt
 from model_folder import write_lora, write_model
 from modelless import configure
@@ -21,6 +19,8 @@ from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 
+from kvserver.adapters.vllm.identity import chain_durability, config_identity, with_weights
+from kvserver.adapters.vllm.variants import Variants
 from kvserver.protocol import Durability
 
 PROCESS, MACHINE, ANYWHERE = Durability

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from kvserver.adapters.common.endings import Action, load_action, store_action
 
 from kvserver._native import State
+from kvserver.adapters.common.endings import Action, load_action, store_action
 
 PENDING, RUNNING, CANCELLING = State.PENDING, State.RUNNING, State.CANCELLING
 DONE, FAILED, CANCELLED = State.DONE, State.FAILED, State.CANCELLED

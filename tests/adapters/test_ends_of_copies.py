@@ -10,6 +10,12 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from made_up_model import BLOCK, HEADS, WIDTH, prompt
+from support.daemon import Daemon, wait_until
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec
+
+from kvserver._native import pack_blocks
 from kvserver.adapters.common.copies import Copy
 from kvserver.adapters.common.hazards import Quarantine
 from kvserver.adapters.common.send_queue import DirectSendQueue
@@ -17,12 +23,6 @@ from kvserver.adapters.common.specs import LoadSpec, StoreSpec
 from kvserver.adapters.common.steps import StepPlan, StepReport
 from kvserver.adapters.vllm import KVServerConnector
 from kvserver.adapters.vllm.blockpool import PoolHook
-from made_up_model import BLOCK, HEADS, WIDTH, prompt
-from support.daemon import Daemon, wait_until
-from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.kv_cache_interface import KVCacheGroupSpec
-
-from kvserver._native import pack_blocks
 
 CHUNK = 64
 

@@ -6,17 +6,17 @@ from collections.abc import Callable
 
 import pytest
 from hybrids import HYBRIDS
-from kvserver.adapters.common import failed_loads
-from kvserver.adapters.common.failed_loads import MOST_KEYS, SECONDS, FailedLoads
-from kvserver.adapters.common.specs import LoadSpec, StoreSpec
-from kvserver.adapters.common.steps import StepPlan
-from kvserver.adapters.vllm.scheduler import SchedulerHalf
 from made_up_model import prompt
 from modelless import Answer, Engine
 from reconnect import replace_daemon
 from support.daemon import Daemon, wait_until
 from tap import Tap
 
+from kvserver.adapters.common import failed_loads
+from kvserver.adapters.common.failed_loads import MOST_KEYS, SECONDS, FailedLoads
+from kvserver.adapters.common.specs import LoadSpec, StoreSpec
+from kvserver.adapters.common.steps import StepPlan
+from kvserver.adapters.vllm.scheduler import SchedulerHalf
 from kvserver.protocol import KEY_BYTES, EndRequest, Error, Lookup, Reply, Request, Retrieve
 
 CHUNK = 64

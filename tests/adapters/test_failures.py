@@ -9,12 +9,12 @@ import time
 
 import msgspec
 import pytest
-from kvserver.adapters.common.dispatcher import Dispatcher
-from kvserver.adapters.common.specs import ids_of
 from made_up_model import continuation, prompt
 from modelless import IMPATIENT
 from support.daemon import wait_until
 
+from kvserver.adapters.common.dispatcher import Dispatcher
+from kvserver.adapters.common.specs import ids_of
 from kvserver.protocol import Error, Retrieve, Retrieved, Stored
 from kvserver.protocol.client import Client, RequestFailed
 

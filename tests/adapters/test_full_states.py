@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvserver.adapters.common.notices import EngineNames, Notices, Prompt
-from kvserver.adapters.vllm.blockpool import MAX_RECORDS
 from peer import Peer
 from replay import Churn, Replay
 from support.daemon import wait_until
 
+from kvserver.adapters.common.notices import EngineNames, Notices, Prompt
+from kvserver.adapters.vllm.blockpool import MAX_RECORDS
 from kvserver.protocol import Error, ErrorCode, ReportBlockAllocations
 
 

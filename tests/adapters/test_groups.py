@@ -11,8 +11,6 @@ import torch
 from drawn_groups import GROUPS
 from hypothesis import given
 from hypothesis import strategies as st
-from kvserver.adapters.vllm.chunks import Chunks, Uncovered
-from kvserver.adapters.vllm.groups import object_groups
 from support.properties import examples
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -24,6 +22,8 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from kvserver.adapters.vllm.chunks import Chunks, Uncovered
+from kvserver.adapters.vllm.groups import object_groups
 from kvserver.protocol import KEY_BYTES, ObjectGroup
 
 SHAPE: dict[str, Any] = {"num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}

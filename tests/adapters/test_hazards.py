@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
+
+from kvserver._native import pack_blocks
 from kvserver.adapters.common.faults import Faults
 from kvserver.adapters.common.send_queue import DirectSendQueue
 from kvserver.adapters.common.settings import CommonSettings
 from kvserver.adapters.common.specs import LoadSpec
 from kvserver.adapters.common.steps import StepPlan
 from kvserver.adapters.common.worker import WorkerHalf
-
-from kvserver._native import pack_blocks
 
 
 @pytest.mark.parametrize("fails_requests", [False, True])

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from hybrids import HYBRIDS, Hybrid
-from kvserver.adapters.common.specs import ids_of
 from made_up_model import prompt
 from modelless import Engine
 
+from kvserver.adapters.common.specs import ids_of
 from kvserver.protocol import Error, ErrorCode, Retrieve, Store
 
 

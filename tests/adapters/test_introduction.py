@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from kvserver.adapters.common import introduction
-from kvserver.adapters.vllm.facts import engine_facts
 from made_up_model import BLOCK, prompt
 from modelless import configure
 from support.daemon import wait_until
 from vllm.config.kv_events import KVEventsConfig
 from vllm.v1.core import kv_cache_utils
 
+from kvserver.adapters.common import introduction
+from kvserver.adapters.vllm.facts import engine_facts
 from kvserver.protocol import DescribeScheduler, Error, ErrorCode, KVGroup, RegisterWorker, Store
 
 CHUNK = 64

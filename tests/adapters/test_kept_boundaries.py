@@ -5,9 +5,9 @@ from __future__ import annotations
 from drawn_groups import GROUPS
 from hypothesis import given
 from hypothesis import strategies as st
-from kvserver.adapters.common.boundaries import Boundaries
 from support.properties import examples
 
+from kvserver.adapters.common.boundaries import Boundaries
 from kvserver.protocol import ObjectGroup
 
 

@@ -10,7 +10,6 @@ import pytest
 from hybrids import HYBRIDS, Hybrid, window
 from kv_events_log import events_on
 from kv_scene import Scene
-from kvserver.adapters.vllm.groups import object_groups
 from made_up_model import prompt
 from modelless import Engine
 from msgspec.structs import replace
@@ -18,6 +17,7 @@ from support.daemon import Daemon
 from tap import Tap
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 
+from kvserver.adapters.vllm.groups import object_groups
 from kvserver.cache import Groups
 from kvserver.kv_events.wire import full_attention_first
 from kvserver.protocol import KEY_BYTES, KVGroup, Lookup, LookupReply, ObjectGroup, Store

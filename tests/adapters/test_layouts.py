@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from kvserver.adapters.common.memory import share
 from support.daemon import Daemon
 from support.memory import Geometry, SharedMemory
 from support.worker import Worker, make_keys
 
+from kvserver.adapters.common.memory import share
 from kvserver.protocol import Retrieved, Stored
 
 L, H, N, C = 3, 2, 16, 8  # layers, heads, tokens of a block, content of a token and head

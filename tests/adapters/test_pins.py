@@ -9,15 +9,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from made_up_model import BLOCK, prompt
+from modelless import IMPATIENT, Answer, Engine
+from support.daemon import Daemon, wait_until
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
 from kvserver.adapters.common.send_queue import DirectSendQueue
 from kvserver.adapters.common.specs import ids_of
 from kvserver.adapters.common.steps import StepPlan
 from kvserver.adapters.vllm.blockpool import PoolHook
 from kvserver.adapters.vllm.shortage import PATIENCE
-from made_up_model import BLOCK, prompt
-from modelless import IMPATIENT, Answer, Engine
-from support.daemon import Daemon, wait_until
-from vllm.v1.kv_cache_interface import KVCacheConfig
 
 CHUNK = 64
 FIRST = prompt(1, 4 * CHUNK)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from kvserver.adapters.common.memory import share
 from kvserver.adapters.common.planes import UnsupportedLayout, block_dimension, in_slot_order, merge, tensor_planes
-
 from kvserver.protocol import Plane
 
 L, B, H, N, C = 3, 7, 2, 16, 8  # layers, blocks, heads, tokens of a block, content of a token and head

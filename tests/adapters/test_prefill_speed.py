@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from kvserver.adapters.common.speed import FLOOR_TOKENS, PrefillSpeed
 
 

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvserver.adapters.common import failed_loads
-from kvserver.adapters.common.stats import TIERS, WITHDRAWN_REASONS
-from kvserver.adapters.vllm.promises import Promises
 from made_up_model import BLOCK, prompt
 from modelless import Engine
 from support.daemon import Daemon, wait_until
 from tap import Tap
 from test_sources import SomeFail
 
+from kvserver.adapters.common import failed_loads
+from kvserver.adapters.common.stats import TIERS, WITHDRAWN_REASONS
+from kvserver.adapters.vllm.promises import Promises
 from kvserver.protocol import EndRequest, Error, Retrieve
 
 CHUNK = 64

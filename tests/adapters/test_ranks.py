@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from kvserver.adapters.common.specs import ids_of
 from made_up_model import BLOCK, LAYERS, prompt
 from support.daemon import wait_until
 from vllm.config import ParallelConfig
 
+from kvserver.adapters.common.specs import ids_of
 from kvserver.protocol import Store
 
 CHUNK = 64

@@ -10,6 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from made_up_model import BLOCK, prompt
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
+
 from kvserver.adapters.common import host_memory
 from kvserver.adapters.common.link import WORDS, Link
 from kvserver.adapters.common.load_ends import LoadEnds
@@ -17,11 +22,6 @@ from kvserver.adapters.common.steps import StepPlan
 from kvserver.adapters.common.worker import WorkerHalf
 from kvserver.adapters.vllm import KVServerConnector, support
 from kvserver.adapters.vllm.scheduler import SchedulerHalf
-from made_up_model import BLOCK, prompt
-from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
-
 from kvserver.protocol import EndRequest, Lookup, Retrieve, Store
 from kvserver.protocol.client import Channel
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from kvserver.adapters.common.speed import FLOOR_TOKENS
 from made_up_model import prompt
 from modelless import Engine
 from replay import Churn, Replay, timed
 from support.daemon import Daemon, wait_until
 from tap import Tap
 
+from kvserver.adapters.common.speed import FLOOR_TOKENS
 from kvserver.protocol import (
     PROTOCOL_VERSION,
     RECORD_ALLOCATED,

@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 import pytest
-from kvserver.adapters.common.specs import ids_of
 from made_up_model import BLOCK, continuation, prompt
 from support.daemon import wait_until
 
+from kvserver.adapters.common.specs import ids_of
 from kvserver.protocol import KEY_BYTES
 
 CHUNK = 64  # tokens: the test daemon's chunk_tokens

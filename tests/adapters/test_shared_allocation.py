@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from kvserver.adapters.common.exporter import CannotShare
-from kvserver.adapters.common.host_memory import HostMemory, shared_allocation
-from kvserver.adapters.vllm.nesting import a_sibling_allocates
 from modelless import KVServerConnector
 from sibling import Sibling
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+from kvserver.adapters.common.exporter import CannotShare
+from kvserver.adapters.common.host_memory import HostMemory, shared_allocation
+from kvserver.adapters.vllm.nesting import a_sibling_allocates
 
 SIZE = 1 << 20
 

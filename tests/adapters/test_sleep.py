@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 
 import pytest
-from kvserver.adapters.vllm.connector import StillWritten
 from late_gpu import LateGpu
 from made_up_model import prompt
 from support.daemon import wait_until
+
+from kvserver.adapters.vllm.connector import StillWritten
 
 CHUNK = 64
 TOKENS = prompt(1, 4 * CHUNK + 10)

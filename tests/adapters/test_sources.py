@@ -9,7 +9,6 @@ import time
 from typing import Any
 
 import pytest
-from kvserver.adapters.vllm import facts
 from made_up_model import prompt
 from model_folder import write_lora
 from modelless import IMPATIENT, Answer, Engine
@@ -17,6 +16,7 @@ from support.daemon import wait_until
 from tap import Tap
 from vllm.lora.request import LoRARequest
 
+from kvserver.adapters.vllm import facts
 from kvserver.protocol import EndRequest, Error, LookupReply, Reply, Request, Retrieve
 
 CHUNK = 64

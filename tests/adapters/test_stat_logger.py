@@ -7,14 +7,14 @@ import threading
 from itertools import pairwise
 
 import pytest
-from kvserver.adapters.vllm.names import names_of
-from kvserver.adapters.vllm.stat_logger import KVServerStatLogger
 from made_up_model import prompt
 from modelless import configure
 from support.daemon import wait_until
 from vllm.v1.metrics.loggers import StatLoggerManager, load_stat_logger_plugin_factories
 from vllm.v1.metrics.stats import IterationStats, PrefixCacheStats, SchedulerStats
 
+from kvserver.adapters.vllm.names import names_of
+from kvserver.adapters.vllm.stat_logger import KVServerStatLogger
 from kvserver.protocol import EngineLoad
 
 SOON = {"kvserver.load_interval_ms": 20}

@@ -10,13 +10,14 @@ import random
 from typing import Any
 
 import pytest
+from made_up_model import BLOCK, continuation, prompt
+from reconnect import connected
+from support.daemon import wait_until
+
 from kvserver.adapters.common.specs import StoreSpec, ids_of
 from kvserver.adapters.common.steps import StepPlan
 from kvserver.adapters.vllm.groups import object_groups
 from kvserver.adapters.vllm.load_plans import LoadPlanner
-from made_up_model import BLOCK, continuation, prompt
-from reconnect import connected
-from support.daemon import wait_until
 
 CHUNK = 64  # tokens: the test daemon's chunk_tokens
 PER_CHUNK = CHUNK // BLOCK

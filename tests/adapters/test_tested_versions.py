@@ -7,8 +7,8 @@ import os
 
 import pytest
 import vllm
-from kvserver.adapters.versions import ENGINES, PYTHON_ONLY
 
+from kvserver.adapters.versions import ENGINES, PYTHON_ONLY
 from kvserver.cli.checks_service import OLDEST_VLLM
 
 

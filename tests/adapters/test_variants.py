@@ -8,13 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kvserver.adapters.vllm.identity import lora_fingerprint
-from kvserver.adapters.vllm.variants import Variants
 from made_up_model import prompt
 from model_folder import write_lora
 from modelless import Engine
 from vllm.lora.request import LoRARequest
 from vllm.v1.core import kv_cache_utils
+
+from kvserver.adapters.vllm.identity import lora_fingerprint
+from kvserver.adapters.vllm.variants import Variants
 
 CHUNK = 64
 TOKENS = prompt(1, 2 * CHUNK + 10)

@@ -7,9 +7,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+from model_folder import write_model, write_weights
+
 from kvserver.adapters.common import weights
 from kvserver.adapters.common.weights import NoWeights, folder_digest
-from model_folder import write_model, write_weights
 
 SIZES = {"small": 10, "large": 100_000, "after": 3_000}
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from made_up_model import prompt
+
 from kvserver.adapters.vllm import facts
 from kvserver.adapters.vllm.support import whole_prompts_only
-from made_up_model import prompt
 
 CHUNK = 64
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 from hybrids import HYBRIDS
-from kvserver.adapters.vllm.wishes import NONE, Wishes, wishes_of
 from made_up_model import BLOCK, prompt
 from modelless import Answer, Engine
 from support.daemon import Daemon, wait_until
+
+from kvserver.adapters.vllm.wishes import NONE, Wishes, wishes_of
 
 CHUNK = 64
 TOKENS = prompt(1, 3 * CHUNK + 20)

@@ -6,6 +6,11 @@ import time
 import uuid
 
 import torch
+from support import cuda_driver
+from support.daemon import wait_until
+from support.registration import registration
+from support.worker import make_keys, packed
+
 from kvserver.adapters.common.faults import Faults
 from kvserver.adapters.common.link import GPU_MARGIN_SECONDS, WORDS, Link, Registration
 from kvserver.adapters.common.memory import share
@@ -14,11 +19,6 @@ from kvserver.adapters.common.settings import CommonSettings
 from kvserver.adapters.common.specs import LoadSpec, StoreSpec
 from kvserver.adapters.common.steps import StepPlan
 from kvserver.adapters.common.worker import PositionSize, Rank, WorkerHalf
-from support import cuda_driver
-from support.daemon import wait_until
-from support.registration import registration
-from support.worker import make_keys, packed
-
 from kvserver.protocol import HelloReply, RegisterWorker
 
 BLOCKS, TOKENS, LAYERS, HEADS, HEAD = 33, 16, 4, 2, 64

@@ -29,6 +29,7 @@ MakeEngine = Callable[..., "AdapterEngine"]
 def make_engine(daemon: Daemon) -> Iterator[MakeEngine]:
     """`ordered` is False for the control: a worker that sends without waiting for the stream."""
     import torch
+
     from kvserver.adapters.common.send_queue import DirectSendQueue, OrderedSendQueue
 
     from . import adapter_engine

@@ -17,8 +17,9 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
-from kvserver.adapters.versions import ENGINES, PYTHON_ONLY
 from prepare import with_engines, with_the_modules_of_the_venv
+
+from kvserver.adapters.versions import ENGINES, PYTHON_ONLY
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ROOT / "build" / "versions"

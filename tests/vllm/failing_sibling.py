@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvserver.adapters.vllm import nesting
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
     SupportsHMA,
 )
+
+from kvserver.adapters.vllm import nesting
 
 PROMISED_TOKENS = 128
 nesting.EXACT += ("FailingSibling",)

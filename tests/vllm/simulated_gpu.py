@@ -12,7 +12,6 @@ from kvserver.adapters.common.exporter import Exported
 from kvserver.adapters.common.host_memory import HostMemory
 from kvserver.adapters.common.send_queue import OrderedSendQueue, SendQueue
 from kvserver.adapters.vllm import KVServerConnector
-
 from kvserver.protocol import CudaVmmFd
 
 UUID = "GPU-00000000-0000-0000-0000-000000000000"

@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 from engines import Engine, Engines, Prompt
-from kvserver.adapters.common.link import BREAKER_LIMIT
 from support.daemon import Daemon, wait_until
+
+from kvserver.adapters.common.link import BREAKER_LIMIT
 
 Start = Callable[..., Daemon]
 Make = Callable[..., Prompt]

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 from engines import TIMEOUTS, Engine, Engines, Prompt, engine_group
-from kvserver.adapters.common.failed_loads import SECONDS as FAILED_SECONDS
 from support.daemon import Daemon, wait_until
 from test_vllm_outputs import zero_l1
 
+from kvserver.adapters.common.failed_loads import SECONDS as FAILED_SECONDS
 from kvserver.protocol import Unregistered, UnregisterWorker
 from kvserver.protocol.client import Client, RequestFailed
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 from identities import CONNECTOR, Identify
-from kvserver.adapters.vllm.identity import Identity, config_identity, with_weights
 from model_folder import write_model
 from modelless import configure
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+
+from kvserver.adapters.vllm.identity import Identity, config_identity, with_weights
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from identities import Identify, different, multimodal
-from kvserver.adapters.vllm.canonical import Refused, canonical
-from kvserver.adapters.vllm.identity import SHOWN, Identity, config_identity, with_weights
 from made_up_model import BLOCK
 from vllm.config import VllmConfig
+
+from kvserver.adapters.vllm.canonical import Refused, canonical
+from kvserver.adapters.vllm.identity import SHOWN, Identity, config_identity, with_weights
 
 LONGROPE = {
     "rope_type": "longrope",

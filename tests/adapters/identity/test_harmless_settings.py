@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 from identities import CONNECTOR, Identify, different, multimodal
-from kvserver.adapters.vllm.harmless import HARMLESS, is_harmless
-from kvserver.adapters.vllm.identity import Identity, config_identity, with_weights
 from model_folder import write_model
 from vllm import config as vllm_config
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+
+from kvserver.adapters.vllm.harmless import HARMLESS, is_harmless
+from kvserver.adapters.vllm.identity import Identity, config_identity, with_weights
 
 
 def test_two_starts_with_the_same_arguments_have_one_identity(identify: Identify, plain: Identity) -> None:

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 from identities import different, multimodal
-from kvserver.adapters.vllm.identity import Identity
-from kvserver.adapters.vllm.support import vllm_version
 from model_folder import write_model
 from vllm.config import LoRAConfig, VllmConfig
+
+from kvserver.adapters.vllm.identity import Identity
+from kvserver.adapters.vllm.support import vllm_version
 
 
 def a_function(config: Any) -> Any:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from kvserver.adapters.common.lookups import MOST_IN_FLIGHT
 from made_up_model import prompt
 from modelless import IMPATIENT, Engine
 from support.daemon import Daemon, wait_until
+
+from kvserver.adapters.common.lookups import MOST_IN_FLIGHT
 
 CHUNK = 64
 TOKENS = prompt(1, 2 * CHUNK + 10)

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from kvserver._native import WordPage, pack_blocks
 from kvserver.adapters.common.faults import Faults
 from kvserver.adapters.common.link import WORDS, Breaker, Session
 from kvserver.adapters.common.send_queue import DirectSendQueue
@@ -17,8 +19,6 @@ from kvserver.adapters.common.settings import CommonSettings
 from kvserver.adapters.common.specs import LoadSpec
 from kvserver.adapters.common.steps import StepPlan
 from kvserver.adapters.common.worker import WorkerHalf
-
-from kvserver._native import WordPage, pack_blocks
 from kvserver.protocol import PROTOCOL_VERSION, HelloReply
 from kvserver.protocol.client import Channel
 

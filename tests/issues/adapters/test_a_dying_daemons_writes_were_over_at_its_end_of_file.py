@@ -9,11 +9,11 @@ import signal
 import time
 
 import pytest
-from kvserver.adapters.common.specs import ids_of
 from made_up_model import prompt
 from support import dying_daemon
 from support.daemon import WITH_SIMULATED, wait_until
 
+from kvserver.adapters.common.specs import ids_of
 from kvserver.protocol import Unregistered, UnregisterWorker
 from kvserver.protocol.client import Client
 

@@ -7,6 +7,10 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from made_up_model import prompt
+from support.daemon import wait_until
+from vllm.v1.outputs import KVConnectorOutput
+
 from kvserver.adapters.common.copies import Copy
 from kvserver.adapters.common.hazards import PinnedStores
 from kvserver.adapters.common.lookups import Lookups
@@ -17,9 +21,6 @@ from kvserver.adapters.common.worker import WorkerHalf
 from kvserver.adapters.vllm.acceptance import Acceptance
 from kvserver.adapters.vllm.blockpool import PoolHook
 from kvserver.adapters.vllm.scheduler import SchedulerHalf
-from made_up_model import prompt
-from support.daemon import wait_until
-from vllm.v1.outputs import KVConnectorOutput
 
 CHUNK = 64
 FIRST = prompt(1, 4 * CHUNK)

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import zmq
+from support.daemon import Daemon, wait_until
+
 from kvserver.adapters.common import link as links
 from kvserver.adapters.common.cache_status import CONNECTED
 from kvserver.adapters.common.link import Link
-from support.daemon import Daemon, wait_until
-
 from kvserver.protocol.client import Channel, WatchedClient
 
 

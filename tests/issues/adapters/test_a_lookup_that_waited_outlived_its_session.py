@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from kvserver.adapters.common.lookups import MOST_IN_FLIGHT
 from made_up_model import prompt
 from support.daemon import wait_until
+
+from kvserver.adapters.common.lookups import MOST_IN_FLIGHT
 
 CHUNK = 64
 MOST_RUNNING = 16

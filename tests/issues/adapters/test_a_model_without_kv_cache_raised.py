@@ -11,11 +11,12 @@ from typing import Any
 
 import prometheus_client
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.v1.outputs import KVConnectorOutput
+
 from kvserver.adapters.common.steps import StepPlan, StepReport
 from kvserver.adapters.vllm import KVServerConnector
 from kvserver.adapters.vllm.connector import StillWritten
-from vllm.distributed.kv_transfer.kv_connector.v1 import base
-from vllm.v1.outputs import KVConnectorOutput
 
 
 class Metric:

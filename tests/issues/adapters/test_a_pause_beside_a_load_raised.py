@@ -6,10 +6,11 @@ from __future__ import annotations
 import pytest
 from engine_core import EngineCore
 from hybrids import HYBRIDS
-from kvserver.adapters.vllm.support import TransferResults
 from made_up_model import BLOCK, prompt
 from modelless import Engine
 from support.daemon import Daemon, wait_until
+
+from kvserver.adapters.vllm.support import TransferResults
 
 pytestmark = pytest.mark.skipif(TransferResults is None, reason="this vLLM begins no request again after a failed load")
 

@@ -5,12 +5,13 @@ raised, although no prefix of theirs can be found. A reset succeeds now, and the
 from __future__ import annotations
 
 import pytest
-from kvserver.adapters.common.specs import ids_of
 from made_up_model import BLOCK, prompt
 from modelless import Engine
 from support.daemon import Daemon, wait_until
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
+
+from kvserver.adapters.common.specs import ids_of
 
 TOKENS = prompt(1, 266)
 

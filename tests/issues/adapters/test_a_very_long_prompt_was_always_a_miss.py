@@ -7,10 +7,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from kvserver.adapters.common.specs import ids_of
 from made_up_model import BLOCK, prompt
 from model_folder import write_model
 
+from kvserver.adapters.common.specs import ids_of
 from kvserver.protocol import MAX_CHUNKS
 
 BEYOND = 3  # chunks more than one message names

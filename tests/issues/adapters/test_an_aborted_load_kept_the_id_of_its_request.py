@@ -4,10 +4,11 @@ timeout, and a client that used the id again meanwhile ended the engine core, wh
 from __future__ import annotations
 
 import pytest
-from kvserver.adapters.common.specs import ids_of
-from kvserver.adapters.vllm.support import TransferResults
 from made_up_model import prompt
 from support.daemon import wait_until
+
+from kvserver.adapters.common.specs import ids_of
+from kvserver.adapters.vllm.support import TransferResults
 
 pytestmark = pytest.mark.skipif(TransferResults is None, reason="this vLLM lets no block be kept out of use")
 

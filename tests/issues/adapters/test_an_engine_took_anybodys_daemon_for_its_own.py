@@ -7,9 +7,9 @@ import shutil
 from collections.abc import Callable
 
 import pytest
-from kvserver.adapters.common.link import Link
 from support.daemon import Daemon, wait_until
 
+from kvserver.adapters.common.link import Link
 from kvserver.protocol import default_endpoint
 
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvserver.adapters.common.link import Link
 from support.daemon import Daemon
+
+from kvserver.adapters.common.link import Link
 
 
 def test_a_socket_that_no_process_listens_at_ends_the_attempt_to_connect(make_daemon: Callable[..., Daemon]) -> None:

@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 from identities import different
-from kvserver.adapters.vllm.identity import Identity, config_identity
 from made_up_model import prompt
 from modelless import configure
 from their_code import PLUGINS, install
 from vllm.config import SpeculativeConfig
 from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.registry import _LazyRegisteredModel
+
+from kvserver.adapters.vllm.identity import Identity, config_identity
 
 CHUNK = 64
 TOKENS = prompt(1, 2 * CHUNK + 10)

@@ -12,15 +12,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kvserver.adapters import vllm_plugin
-from kvserver.adapters.vllm import nesting
-from kvserver.adapters.vllm.stat_logger import KVServerStatLogger
 from made_up_model import prompt
 from modelless import Engine
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from kvserver.adapters import vllm_plugin
+from kvserver.adapters.vllm import nesting
+from kvserver.adapters.vllm.stat_logger import KVServerStatLogger
 
 CHUNK = 64
 TOKENS = prompt(1, 3 * CHUNK + 10)

@@ -7,7 +7,6 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
-from kvserver.adapters.vllm import KVServerConnector
 from made_up_model import BLOCK, prompt
 from modelless import configure
 from support.daemon import wait_until
@@ -18,6 +17,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_kv_cache_block_sizes
 from vllm.v1.request import Request
 
+from kvserver.adapters.vllm import KVServerConnector
 from kvserver.protocol import KEY_BYTES, DescribeScheduler, Lookup
 
 UNIT = 16  # tokens a hash

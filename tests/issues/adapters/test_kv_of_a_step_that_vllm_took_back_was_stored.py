@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from kvserver.adapters.vllm import nesting
 from made_up_model import BLOCK, prompt
 from modelless import Answer, Engine
 from sibling import Sibling, beside_sibling
 from vllm.v1.request import RequestStatus
+
+from kvserver.adapters.vllm import nesting
 
 CHUNK = 64
 TOKENS = prompt(1, 4 * CHUNK + 10)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 from engine_core import EngineCore
-from kvserver.adapters.vllm import KVServerConnector
 from made_up_model import prompt
 from support.daemon import wait_until
 from vllm.platforms import current_platform
+
+from kvserver.adapters.vllm import KVServerConnector
 
 CHUNK = 64
 TOKENS = prompt(1, 4 * CHUNK + 10)

@@ -6,14 +6,14 @@ import copy
 import dataclasses
 
 import pytest
-from kvserver.adapters.common.announcer import Announcer
-from kvserver.adapters.common.introduction import Introduction
-from kvserver.adapters.common.notices import Notices
-from kvserver.adapters.common.speed import PrefillSpeed
 from made_up_model import prompt
 from modelless import Engine
 from support.daemon import wait_until
 
+from kvserver.adapters.common.announcer import Announcer
+from kvserver.adapters.common.introduction import Introduction
+from kvserver.adapters.common.notices import Notices
+from kvserver.adapters.common.speed import PrefillSpeed
 from kvserver.protocol import DescribeScheduler, EndRequest, ReportBlockAllocations
 
 CHUNK = 64

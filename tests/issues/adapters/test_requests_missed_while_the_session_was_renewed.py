@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 
-from kvserver.adapters.common import link
 from made_up_model import prompt
 from support.daemon import wait_until
 
+from kvserver.adapters.common import link
 from kvserver.protocol.client import WatchedClient
 
 CHUNK = 64

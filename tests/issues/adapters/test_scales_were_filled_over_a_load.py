@@ -8,10 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kvserver.adapters.vllm import KVServerConnector
 from made_up_model import LAYERS, prompt
 from modelless import Engine
 from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
+
+from kvserver.adapters.vllm import KVServerConnector
 
 CHUNK = 64
 TOKENS = prompt(1, 4 * CHUNK + 10)

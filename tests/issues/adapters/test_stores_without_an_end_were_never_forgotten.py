@@ -10,8 +10,9 @@ import logging
 from collections import Counter
 
 import pytest
-from kvserver.adapters.common.hazards import PinnedStores
 from made_up_model import prompt
+
+from kvserver.adapters.common.hazards import PinnedStores
 
 CHUNK = 64
 

@@ -9,12 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kvserver.adapters.vllm import loras as module
-from kvserver.adapters.vllm.identity import lora_fingerprint
-from kvserver.adapters.vllm.variants import Variants
 from model_folder import write_lora
 from support.daemon import wait_until
 from vllm.lora.request import LoRARequest
+
+from kvserver.adapters.vllm import loras as module
+from kvserver.adapters.vllm.identity import lora_fingerprint
+from kvserver.adapters.vllm.variants import Variants
 
 
 @pytest.fixture

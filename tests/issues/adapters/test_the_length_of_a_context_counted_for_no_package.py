@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 from identities import different
-from kvserver.adapters.vllm import context_length
-from kvserver.adapters.vllm.identity import config_identity
 from modelless import configure
 from their_code import install
 from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.registry import _LazyRegisteredModel
+
+from kvserver.adapters.vllm import context_length
+from kvserver.adapters.vllm.identity import config_identity
 
 Counts = Callable[..., bool]
 ARCHITECTURE = "TheirForCausalLM"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from kvserver.adapters.common.specs import ids_of
 from made_up_model import BLOCK, prompt
 from modelless import Engine
 from support.daemon import wait_until
 
+from kvserver.adapters.common.specs import ids_of
 from kvserver.protocol import ReportBlockAllocations
 
 CHUNK = 64

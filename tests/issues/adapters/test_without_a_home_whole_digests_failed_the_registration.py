@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from kvserver.adapters.common.weights import file_digest
 
 
