@@ -11,7 +11,7 @@
 #   make test-gpu   the tests that need a GPU; KVSERVER_REQUIRE_GPU=1 fails without one
 #   make test-gpu-simulated   the same over a simulated one, as far as they can
 #   make bench-gpu  those and the benchmarks that need a GPU, in PYTHON's environment, which has torch
-#   make check   formatting, lint (Dockerfiles and words too), types, the rules
+#   make check   formatting, lint (Dockerfiles and prose too), types, the rules
 #   make rules   Prometheus rules with their tests, a real daemon's /metrics, and the dashboard's queries run on them, by promtool
 #   make sanitize  the native copier's stress test under address, undefined-behaviour and thread sanitizers
 #   make docs    the tables of settings in the README files
@@ -126,7 +126,7 @@ test-newest: $(VENV)/.installed $(VENV_VLLM)/.installed $(RUNNER_V2)
 check: $(VENV)/.installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/python .ci/words.py
+	$(VENV)/bin/python .ci/prose.py
 	$(VENV)/bin/clang-format --dry-run -Werror $(CPP_SOURCES)
 	$(VENV)/bin/hadolint --failure-threshold warning --ignore DL3008 deploy/*Dockerfile
 	$(VENV)/bin/mypy --cache-dir build/mypy -p kvserver
