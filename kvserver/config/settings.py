@@ -135,7 +135,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Literal["lru", "slru"],
         Meta(
             description="Chunk that is evicted from L1 first. With lru it is the least recently used one. With slru it is the least recently used one of "
-            "those that no lookup found since their store; finds protect at most 40% of the chunks. bench/README.md has what both find of which "
+            "those that were not used again since their store. Use protects at most 40% of the chunks. bench/README.md has what both find of which "
             "requests, and kvserver replay what they find of yours."
         ),
     ] = "slru"
