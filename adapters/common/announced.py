@@ -1,7 +1,7 @@
-"""The blocks of a tier that were announced on the engine's stream, so that none is announced twice.
+"""Hashes of the blocks of a tier that were announced on the engine's stream, so that none is announced twice.
 
-The daemon sends all blocks again when it lost the engine's position, or was replaced. A block that is sent again is no
-news; a block that is not sent again has left the tier.
+The daemon sends all blocks again after it lost the engine's position, and after it was replaced. Among them, a known block is not
+announced again, and a known block that is missing has left the tier.
 
 Owns: the hashes, 53 to 107 bytes of memory each. Refuses to know: messages, vLLM's events.
 """

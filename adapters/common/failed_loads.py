@@ -1,10 +1,10 @@
-"""Keys whose load failed a short while ago: lookups stop before them, so that no load is tried again and again in vain.
+"""Keys whose load failed a short while ago. Lookups stop before them, so that a load is not repeated in vain.
 
-Owns: those keys, and the stores under way that may bring them anew. Refuses to know: requests, and why loads fail.
-
-A load failed as a whole: each of its keys may be the reason. A key is forgotten after `SECONDS`, or as soon as a store has copied it
+A load fails as a whole, so each of its keys may be the reason. A key is forgotten after `SECONDS`, or once a store has copied it
 on all ranks: a store copies only what the daemon does not have. At most `MOST_KEYS` are remembered, the newest. So this memory
 errs towards computing.
+
+Owns: those keys, and the stores under way that may replace their objects. Refuses to know: requests, and why loads fail.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class FailedLoads:
             self._keys.popitem(last=False)
 
     def leading(self, variant: str, keys: bytes) -> int:
-        """How many of the keys are before the first one that is remembered."""
+        """Number of keys before the first remembered one."""
         count = len(keys) // KEY_BYTES
         if not self:
             return count

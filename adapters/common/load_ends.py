@@ -1,6 +1,6 @@
-"""The ends of requests' loads, each of which may be several copies.
+"""Ends of requests' loads. A load may be several copies.
 
-Owns: which loads are under way, have ended or failed, until the engine collects it. Refuses to know: copies' states (`endings`).
+Owns: the loads under way, ended or failed, until the engine collects the result. Refuses to know: copies' states (`endings`).
 """
 
 from __future__ import annotations

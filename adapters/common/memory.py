@@ -1,7 +1,7 @@
 """The KV cache as registered memories and planes.
 
-Owns: which storages there are, where each layer lies in which registered memory, and the text of the layout. Refuses
-to know: how memory is handed over (`exporter`), sockets, and what the memory means.
+Owns: the list of storages, the place of each layer in the registered memories, and the text of the layout. Refuses to know: how
+memory is handed over (`exporter`), sockets, and what the memory means.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvserver.protocol import Memory, Plane
 
 @dataclass(frozen=True)
 class SharedCaches:
-    """`fds` are sent with Attach, in this order, and closed when the registration ends."""
+    """KV cache in shareable memory. `fds` are sent with Attach, in this order, and closed when the registration ends."""
 
     fds: list[int]
     memory: list[Memory]
