@@ -1,15 +1,20 @@
 """Stores that wait until vLLM has accepted the step that computed their KV.
 
-vLLM takes steps back. It may find after a step that a sibling's synchronous load had failed, so that all behind it is garbage; a step's
-output may raise, and then vLLM never processes the step; a request may be preempted or aborted while its step is under way. **The rule: a
-chunk may be found only once every step that computed any token of its prefix was accepted.** So a store is planned with the step that
-completes its KV, and sent with the first step that is planned after that one was accepted. That of a LoRA also waits until its files were looked at.
+vLLM takes steps back:
+- After a step it may find that a sibling's synchronous load had failed, so that everything behind it is garbage.
+- A step's output may raise, and then vLLM never processes the step.
+- A request may be preempted or aborted while its step is under way.
 
-Steps are named by a number that the plan carries and the workers' report returns. They are never counted: vLLM drops a step before
-it raises, and goes on with the next one.
+**The rule: a chunk may be found only once every step that computed any token of its prefix was accepted.** So a store is planned
+with the step that completes its KV. It is sent with the first step that is planned after that one was accepted. A store of a LoRA
+also waits until its files were looked at.
 
-Owns: the steps under way and the stores that wait for each; which blocks hold KV that was taken back (`suspects`), and for each request up to which
-token its blocks are known to hold none (`RequestState.trusted_tokens`). Refuses to know: which KV is to be stored, and how.
+Steps are named by a number that the plan carries and the workers' report returns. They are never counted: vLLM drops a step
+before it raises, and goes on with the next one.
+
+Owns: the steps under way and the stores that wait for each; the blocks with KV that was taken back (`suspects`); for each
+request, up to which token its blocks are known to have none (`RequestState.trusted_tokens`). Refuses to know: which KV is to be
+stored, and how.
 """
 
 from __future__ import annotations
@@ -50,9 +55,10 @@ class _Step:
 
 
 class Acceptance:
-    """Steps, stores and suspect blocks of one engine. `block_tokens` of each KV cache group. A store is pinned before it waits here, and unpinned if it is dropped.
+    """Steps, stores and suspect blocks of one engine.
 
-    `suspects` is the pool's: a block that it allocates again is none.
+    A store is pinned before it waits here, and unpinned if it is dropped. `suspects` is the pool's: a block that it allocates
+    again is removed. `block_tokens`: of each KV cache group.
     """
 
     def __init__(

@@ -49,7 +49,7 @@ _OWNED = RECORD_OWNED << RECORD_OPERATION_SHIFT
 
 
 class PoolHook:
-    """Replaces the pool's `metrics_collector` and forwards every call to the collector that it replaced."""
+    """Hook in place of the pool's `metrics_collector`. It forwards every call to the collector that it replaced."""
 
     def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self.clears = 0  # how often the engine forgot all blocks, which it does only while none is in use
@@ -151,7 +151,7 @@ class PoolHook:
 
     @property
     def free(self) -> int:
-        """How many blocks the pool could allocate."""
+        """Number of blocks that the pool could allocate."""
         return self._pool.get_num_free_blocks() if self._pool is not None else 0
 
     # ---- what happened ------------------------------------------------------------------------

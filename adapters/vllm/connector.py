@@ -1,7 +1,6 @@
 """`KVServerConnector`: vLLM's connector interface over the two halves.
 
-Owns: construction, and the fence that keeps every exception of the connector out of the engine. Refuses to know: how anything is
-decided.
+Owns: construction, and the fence that keeps the connector's exceptions out of the engine. Refuses to know: any decision.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ def fenced(default: Any = None, half: str = "") -> Callable[[Callable[..., R]], 
 
 
 class StillWritten(Exception):
-    """The KV cache must not be freed: a load that the daemon did not end may still write into it."""
+    """KV cache that must not be freed: a load that the daemon did not end may still write into it."""
 
 
 class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -215,7 +214,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @fenced(False)
     def _unregister(self) -> bool:
-        """Whether the memory may be freed."""
+        """Unregister from the daemon; return whether the memory may be freed."""
         if self.worker is None:
             return True
         self._asleep = self._registration is not None

@@ -1,7 +1,7 @@
-"""Epochs of the weights: from when on no KV stored so far may be found.
+"""Epochs of the weights: a new epoch makes all KV stored so far unfindable.
 
-vLLM passes some resets on to the connector, and resets its prefix cache alone after others. Either may follow new weights. A
-reset that a sleep explains begins no epoch where sleep keeps the weights (`sleeps`).
+vLLM passes some resets on to the connector, and after others resets only its prefix cache. Either may follow new weights. A reset
+that a sleep explains begins no epoch where sleep keeps the weights (`sleeps`).
 
 Owns: which resets were seen, and until when nothing may be stored. Refuses to know: what an epoch makes void (`scheduler`).
 """

@@ -1,10 +1,11 @@
-"""Code that is not vLLM's own and may compute KV: what plugins, programs and repositories registered with vLLM, by its content.
+"""Code that is not vLLM's own and may compute KV, by its content: plugins, programs and repositories registered with vLLM.
 
-The rule: whatever others may give vLLM to compute with is looked for here, or two versions of it share KV. What counts is the whole
-package that it is in, also what it imports from there; libraries beside it do not.
+The rule: every place from which vLLM can get code to compute with is searched here; otherwise two versions of that code would
+share KV. The whole package of the code counts, also the parts of it that the code imports. Libraries beside the package do not
+count.
 
-Owns: where vLLM keeps what others gave it, and the files of a module. Refuses to know: fields of the configuration, and what is done with code
-that cannot be read.
+Owns: the places where vLLM keeps such code, and the files of a module. Refuses to know: fields of the configuration, and what is
+done with code that cannot be read.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _NOT_COMPUTED_WITH = ("AutoTokenizer", "AutoConfig")
 
 
 class NoCode(Exception):
-    """Neither its sources nor a version of it can be had."""
+    """Code that has neither readable sources nor a version."""
 
 
 def plugins() -> Iterator[EntryPoint]:

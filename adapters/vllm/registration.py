@@ -1,7 +1,7 @@
-"""What one worker registers with the daemon: where its KV cache lies, and what must agree before it is shared.
+"""Registration of one worker with the daemon: the place of its KV cache, and what must agree before it is shared.
 
-Owns: the rank's tensors, and the identity as of the first registration: files may be replaced later. Refuses to know:
-copies, and when the engine sleeps.
+Owns: the rank's tensors, and the identity as of the first registration, for files may be replaced later. Refuses to know: copies,
+and when the engine sleeps.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """The scheduler half: what each call of vLLM's does, and which blocks must not be touched.
 
-Owns: the order of what a call does, and the plan of the step. Refuses to know: memory, copies, tensors, how messages
-reach the daemon, what of a prompt is loaded (`hits`), and of which objects a store or a load consists (`store_plans`, `load_plans`).
-Runs on the engine's scheduler thread. A call does several things: each is done even if another one raises.
+A call does several things: each is done even if another one raises. A block could be allocated again while a store still reads
+it. So the store's blocks are pinned in the pool, from its plan until all ranks have reported its end.
 
-Hazard closed here: a block that is allocated again while a store still reads it. Its blocks are pinned in the pool from the
-store's plan until all ranks have reported its end.
+Runs on the engine's scheduler thread.
+
+Owns: the order of what a call does, and the plan of the step. Refuses to know: memory, copies, tensors, how messages reach the
+daemon, what of a prompt is loaded (`hits`), and of which objects a store or a load consists (`store_plans`, `load_plans`).
 """
 
 from __future__ import annotations
@@ -190,7 +191,7 @@ class SchedulerHalf:
             state.begin_turn(self._variants.of(request), wishes)
 
     def hit_sources(self, request_id: str) -> tuple[int, int]:
-        """How many tokens of the load that was just planned come from L1, and from L2."""
+        """Tokens of the load that was just planned that come from L1, and from L2."""
         return self._promises.being_loaded(request_id)
 
     # ---- loads --------------------------------------------------------------------------------
@@ -298,7 +299,7 @@ class SchedulerHalf:
         return plan
 
     def _plan_last_stores(self, state: RequestState, tables: Tables) -> None:
-        """Of a request that was aborted or failed only what vLLM had accepted before."""
+        """Plan the last stores of a request. If it was aborted or failed, only KV that vLLM had accepted is stored."""
         self._follow_session(state)
         aborted = state.request.status in _NOT_ACCEPTED
         if aborted:
@@ -334,7 +335,7 @@ class SchedulerHalf:
 
     @property
     def has_pending_work(self) -> bool:
-        """Whether an idle engine should step on: stores or records wait to be sent, or a store's end is awaited."""
+        """True if an idle engine should step on: stores or records wait to be sent, or a store's end is awaited."""
         return self._pins.awaited or (self.connected and self._notices.has_unsent_records)
 
     # ---- reports of workers -------------------------------------------------------------------

@@ -1,10 +1,10 @@
-"""Where the tokens of each request's prompt came from: vLLM's own prefix cache, a load, or the model.
+"""Sources of each request's prompt tokens: vLLM's own prefix cache, a load, or the model.
+
+As vLLM counts `vllm:prompt_tokens`: a prompt counts once, when its first output is there, as the request was placed before any
+preemption. A streaming session counts with its first prompt. Tokens that another connector loaded count as computed. Unlike
+vLLM's, tokens of a load that failed count as computed: they were.
 
 Owns: a few numbers per request, from vLLM's first query for it to its end. Refuses to know: lookups, blocks, the daemon.
-
-As vLLM counts `vllm:prompt_tokens`: a prompt counts once, when its first output is there, as the request was placed before
-any preemption; of a streaming session its first prompt. Tokens that another connector loaded count as computed.
-Unlike vLLM's, tokens of a load that failed count as computed: they were.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Account:
 
 
 class Sources:
-    """The accounts of all requests, also of those that run without cache."""
+    """Accounts of all requests, also of those that run without cache."""
 
     def __init__(self) -> None:
         self._accounts: dict[str, _Account] = {}
