@@ -1,7 +1,7 @@
-"""The memory of L1: which chunks have it, and who must leave so that others get it.
+"""The memory of L1: which chunks have it, and which must leave so that others get it.
 
-Owns: index, pool, eviction policy, shares, pins, leases and cleared chunks, and what is counted of evictions. Refuses to know: what
-a store plans (`store_plans`) and what a lookup finds (`cache`).
+Owns: index, pool, eviction policy, shares, pins, leases and cleared chunks, and the counts of evictions. Refuses to know: what a
+store plans (`store_plans`) and what a lookup finds (`cache`).
 """
 
 from __future__ import annotations

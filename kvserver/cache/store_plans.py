@@ -1,6 +1,6 @@
 """Stores and fills: from keys to slots, and from the end of a copy to READY objects.
 
-Owns: what becomes of a plan. Refuses to know: whom an allocation evicts (`space`), who copies. The rules are `cache`'s.
+Owns: what becomes of a plan. Refuses to know: which chunks an allocation evicts (`space`), who copies. The rules are `cache`'s.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FIRST_SLOT = range(1)
 
 
 class StorePlans:
-    """REQUIRES: one thread uses it."""
+    """Plans of stores and fills. REQUIRES: one thread uses it."""
 
     def __init__(self, space: Space) -> None:
         self._space = space
@@ -142,7 +142,7 @@ class StorePlans:
         return len(plan.ready)
 
     def has_objects(self, namespace_id: bytes, group: int, keys: bytes) -> bool:
-        """Whether the group's objects of all keys are READY."""
+        """True if the group's objects of all keys are READY."""
         namespace = self._space.index.find_namespace(namespace_id)
         found = namespace.chunks.find(keys) if namespace is not None else [None]
         return all(chunk is not None and chunk.ready >> group & 1 for chunk in found)

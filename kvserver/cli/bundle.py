@@ -1,7 +1,9 @@
 """`kvserver doctor --bundle FILE`: all that helps to find a fault, in one file to be sent to others.
 
-Owns: what is in it, and how the file is written. Refuses to know: what must be left out of a text (`redaction`). It works with a daemon
-that does not answer: pages are missing then, and the process, its log and the machine are described by the kernel.
+It works with a daemon that does not answer: pages are missing then, and the kernel describes the process, its log and the
+machine.
+
+Owns: what is in it, and how the file is written. Refuses to know: what must be left out of a text (`redaction`).
 """
 
 from __future__ import annotations
@@ -152,7 +154,7 @@ def _add_pages(parts: _Parts, settings: Settings) -> None:
 
 
 def _environ(pid: int) -> dict[str, str]:
-    """Of the daemon; empty if it cannot be read."""
+    """Environment of the daemon; empty if it cannot be read."""
     try:
         words = Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0") if pid else []
     except OSError:
@@ -197,7 +199,7 @@ def _log(given: str, pid: int) -> str:
 
 
 def _tail(path: Path) -> str:
-    """Of whole lines: half a secret has no form by which to find it."""
+    """Last whole lines of the file: half a secret has no form by which to find it."""
     with open(path, "rb") as file:
         end = file.seek(0, os.SEEK_END)
         file.seek(max(0, end - _LOG_BYTES))

@@ -76,7 +76,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 @dataclass
 class Readings:
-    """The statuses of the last seconds, and what is read less often."""
+    """Statuses of the last seconds, and pages that are read less often."""
 
     arguments: argparse.Namespace
     _statuses: deque[tuple[float, DaemonStatus]] = field(default_factory=deque)
@@ -99,7 +99,7 @@ class Readings:
         return self._last
 
     def _read_beside(self, reading: Reading) -> Reading:
-        """What cannot be read is left out: it is the smaller part of the screen."""
+        """Add the other pages to the reading. A page that cannot be read is left out: it is the smaller part of the screen."""
         with contextlib.suppress(http_client.NoAnswer, KeyError, TypeError):
             reading = replace(reading, median_age_seconds=median_ages(http_client.text(self.arguments, "/metrics")))
             query = urlencode({"minutes": 5, "limit": _WORST_REQUESTS})

@@ -86,7 +86,7 @@ def _cgroup_room(root: Path, controller: str, prefix: str) -> Iterator[tuple[int
 
 
 def _cgroup_limits(root: Path, controller: str, prefix: str) -> Iterator[tuple[int, int, str]]:
-    """Each limit of this process's cgroups of either version: its bytes, the bytes used, its name."""
+    """Limits of this process's cgroups of either version: (bytes, bytes used, name)."""
     for folder, (limit, usage) in _cgroup_folders(root, controller):
         try:
             bound, used = (int((folder / f"{prefix}.{name}").read_text()) for name in (limit, usage))

@@ -44,7 +44,7 @@ else:
 
 @dataclass(frozen=True)
 class Source:
-    """The source of one value: `kind` is default, file, environment or flag; `name` is the key there."""
+    """Source of one value: `kind` is default, file, environment or flag; `name` is the key there."""
 
     kind: str
     name: str = ""
@@ -58,7 +58,7 @@ DEFAULT = Source("default")
 
 @dataclass(frozen=True)
 class Configuration:
-    """The settings of one daemon and the source of each value."""
+    """Settings of one daemon and the source of each value."""
 
     settings: Settings
     sources: dict[str, Source]  # of the values that are not defaults
