@@ -1,6 +1,7 @@
-"""The parts of one daemon's loop, made and connected.
+"""Parts of one daemon's loop, made and connected.
 
-Owns: which part gets which other. Refuses to know: what a part does, what it shows (`snapshots`), sockets, the process (`daemon`).
+Owns: which part gets which other. Refuses to know: what a part does, what it shows (`snapshots`), sockets, the process
+(`daemon`).
 """
 
 from __future__ import annotations

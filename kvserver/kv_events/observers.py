@@ -37,7 +37,7 @@ CLOSE_SECONDS = 2.0  # to handle queued events; the same again for close()
 
 
 class Observers:
-    """REQUIRES: start() at most once, close() once; one thread calls hand_over() and tick()."""
+    """Observers of KV events. REQUIRES: start() at most once, close() once; one thread calls hand_over() and tick()."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Observers:
                 threaded.runner.cut_off(f"it stalled: one call took more than {self._stall_seconds:g} s")
 
     def cut_off_reason(self, name: str) -> str:
-        """Why the observer receives no more events; "" if it receives them."""
+        """Reason why the observer receives no more events; "" if it receives them."""
         observed: list[_Direct | _Threaded] = [*self._direct, *self._threaded]
         return next((each.reason for each in observed if each.name == name), "")
 
@@ -184,7 +184,7 @@ class _Threaded(_Observed):
 
     @property
     def reason(self) -> str:
-        """Why it is not called any more; empty while it is."""
+        """Reason why the observer is not called any more; empty while it is."""
         return self.runner.reason
 
 

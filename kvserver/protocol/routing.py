@@ -95,10 +95,10 @@ class KVBlocks(msgspec.Struct, array_like=True, frozen=True):
 
 
 class KVEventsTaken(Message):
-    """If `follow` differs from the request's, the server starts again with all blocks that are stored now.
+    """Reply to TakeKVEvents. If `follow` differs from the request's, the server starts again with all blocks that are stored now.
 
-    `whole`: all blocks that were stored at that start have been sent. Blocks of an earlier `follow` that were not sent
-    again are removed.
+    `whole`: all blocks that were stored at that start have been sent. Blocks of an earlier `follow` that were not sent again are
+    removed.
     """
 
     follow: int

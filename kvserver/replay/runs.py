@@ -1,6 +1,6 @@
-"""One trace through caches of several sizes and policies.
+"""A trace through caches of several sizes and policies.
 
-Owns: which sizes are tried if none is named, and what a run counts. Refuses to know: the cache (`bare_l1`), text for people.
+Owns: the sizes that are tried if none is named, and what a run counts. Refuses to know: the cache (`bare_l1`), text for people.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ _SHARES = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8)  # of the distinct blocks
 
 
 class SizeResult(msgspec.Struct, frozen=True):
-    """`blocks`: the capacity; 0: unlimited. `hit_rate`: the share of all prompt blocks found as an unbroken prefix, and of tokens."""
+    """Result of one size. `blocks`: the capacity; 0: unlimited.
+
+    `hit_rate`: the share of all prompt blocks found as an unbroken prefix, and of tokens.
+    """
 
     policy: str
     blocks: int

@@ -46,7 +46,10 @@ def make_head(id: int, data_id: int) -> bytes:
 
 
 class Journal:
-    """REQUIRES: one thread uses it. OSError of a method: the file may end with a part of an entry, append no more."""
+    """An open journal. REQUIRES: one thread uses it.
+
+    After an OSError the file may end with a part of an entry: append no more.
+    """
 
     def __init__(self, folder: Folder, fd: int, id: int, size: int) -> None:
         self.id = id

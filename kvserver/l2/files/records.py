@@ -26,7 +26,7 @@ _WALK = 1024
 
 
 class PlacedRecord(NamedTuple):
-    """A record of the index: what must agree before it is read, where it lies, whether a replay found it."""
+    """A record of the index: what must agree before it is read, its place, and whether a replay found it."""
 
     meaning: int
     extents: bytes
@@ -34,7 +34,10 @@ class PlacedRecord(NamedTuple):
 
 
 class FileRecords:
-    """REQUIRES: one thread uses it. `failing` gets the reason why the journal can have no more entries, or that it can (""); `changed` each change."""
+    """Records of an open tier. REQUIRES: one thread uses it.
+
+    `failing` gets the reason why the journal can have no more entries, or "" when it can again; `changed` gets each change.
+    """
 
     def __init__(self, opened: Opened, worker: FileWorker, failing: Callable[[str], None], changed: Changed) -> None:
         self._changed = changed
@@ -132,7 +135,7 @@ class FileRecords:
         return self.pool.pages_for(record.file_bytes)
 
     def can_have(self, pages: int) -> bool:
-        """Whether so many could ever be free."""
+        """True if so many pages could ever be free."""
         return pages <= self.pool.pages - HEAD_PAGES
 
     def allocate(self, pages: int) -> bytes | None:
@@ -207,7 +210,7 @@ class FileRecords:
 
 
 class L1Pages(NamedTuple):
-    """L1, between which and the file records move."""
+    """Pages of L1, between which and the file records move."""
 
     region: HostRegion
     page_bytes: int
@@ -220,5 +223,5 @@ class L1Pages(NamedTuple):
 
 
 def meaning_of(memory: ObjectMemory) -> int:
-    """What must agree before a record is read, but for its name and generation. The header has it in full."""
+    """Checksum of what must agree before a record is read, beside its name and generation. The header has it in full."""
     return checksum(memory.coverage + struct.pack(f"<{len(memory.slot_bytes)}Q", *memory.slot_bytes))

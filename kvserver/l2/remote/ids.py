@@ -59,7 +59,7 @@ class _Kept(msgspec.Struct):
 
 
 class HighestIds:
-    """`folder`: where the file is; "" if there is none, and then nothing outlasts the process."""
+    """Highest ids seen. `folder`: where the file is; "" if there is none, and then nothing outlasts the process."""
 
     def __init__(self, folder: str, name: str) -> None:
         self._folder, self._name = folder, name

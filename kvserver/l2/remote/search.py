@@ -1,4 +1,4 @@
-"""How far a chain of objects goes, in few round trips.
+"""Search for the end of a chain of objects, in few round trips.
 
 Owns: which places to look at next. Refuses to know: what a place is.
 """
