@@ -1,4 +1,4 @@
-"""`/status` as the parts of a daemon have it, but for what the pages know. Refuses to know: how the numbers are counted."""
+"""Makes `/status` from the parts of a daemon, but for what the pages add. Refuses to know: how the numbers are counted."""
 
 from __future__ import annotations
 

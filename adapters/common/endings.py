@@ -4,8 +4,7 @@ Who may still write after a wait ended:
 - store: the server only reads; after our CANCELLED, or after the deadline, it publishes nothing of it.
 - load, PENDING -> CANCELLED: no process; the server never began and will not.
 - load, RUNNING: the server, until DONE, until it acknowledged CANCELLING by CANCELLED, or until its process has ended. Until then
-  the
-blocks stay quarantined: failed for the request, and unused.
+  the blocks stay quarantined: failed for the request, and unused.
 
 Refuses to know: how a copy is cancelled, and how its end is reported.
 """

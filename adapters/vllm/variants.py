@@ -35,8 +35,7 @@ class Variants:
 
     - `configured_version` reads the current `kvserver.weights_version`; `incarnation` names this incarnation of the engine.
     - `private` states why the engine shares KV with itself only; empty while it shares with others. If it is set from the start,
-      a version
-    that is configured at the start does not change it.
+      a version that is configured at the start does not change it.
     - `trusts_uuids`: names of multimodal items, which users may choose, mean the same to every engine.
     - `whole_digests`: as in Loras.
     - `embeddings_dtype`: the model's, for prompts of embeddings.

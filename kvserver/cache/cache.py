@@ -5,18 +5,17 @@ time), memory addresses. The cache does no I/O and copies nothing. One thread us
 
 Rules kept here:
 - Lookups and loads find only READY objects. READY means that every rank's bytes were copied whole.
-- Leased chunks and pinned chunks (being filled or read) are not evicted. Incomplete chunks that no store fills are
-evicted first.
+- Leased chunks and pinned chunks (being filled or read) are not evicted. Incomplete chunks that no store fills are evicted first.
 - Clear and eviction detach a chunk at once. The chunk's pages are freed when its last pin ends.
-- The last chunk of a prompt is stored block by block (a *tail*) in a namespace of its own, `tails_of()`, where each block is
-a chunk. A tail leaves L1 before the chunk that it follows.
+- The last chunk of a prompt is stored block by block (a *tail*) in a namespace of its own, `tails_of()`, where each block is a
+  chunk. A tail leaves L1 before the chunk that it follows.
 - A chunk's objects of all groups age together and are evicted together, so no object strands those of another group.
-- Within one request later chunks age faster than earlier chunks: a prefix without its start is useless. A store never
-evicts chunks that it stores or has found. If a prompt does not fit, the prefix that fits stays.
+- Within one request later chunks age faster than earlier chunks: a prefix without its start is useless. A store never evicts
+  chunks that it stores or has found. If a prompt does not fit, the prefix that fits stays.
 - The cost of a call grows with the chunks of its message, never with the chunks in L1. Longer work is deferred, and step() does
-it in slices: freeing cleared chunks, and ending the leases of disconnected engines and of requests that never ended.
-extend_plan() plans a store that must evict many chunks in slices. Deferred work counts as done: no store fails for lack of space
-that deferred work would free.
+  it in slices: freeing cleared chunks, and ending the leases of disconnected engines and of requests that never ended.
+  extend_plan() plans a store that must evict many chunks in slices. Deferred work counts as done: no store fails for lack of
+  space that deferred work would free.
 """
 
 from __future__ import annotations

@@ -5,12 +5,12 @@ know: when something is written or read (`server.spill`, `server.fills`), and ho
 
 Contract, for every method of StorageTier:
 - The thread of the server's loop calls it. No method waits for a disk or the network: such work leaves with a ticket.
-- A ticket ends exactly once, by one TierEnd that drain() returns, whatever the outcome; ends come in any order.
-`completion_fd` is readable while drain() would return something.
-- Until a ticket ends the tier may read (a put) or write (a get) the ticket's memory, after cancel() too; the caller
-keeps it allocated and unshared meanwhile. A get that does not end as DONE may have written any part of it.
-- A get ends as DONE only if name, coverage, lengths and every byte were verified against what the put was given, and
-no clear() of the namespace began meanwhile.
+- A ticket ends exactly once, by one TierEnd that drain() returns, whatever the outcome; ends come in any order. `completion_fd`
+  is readable while drain() would return something.
+- Until a ticket ends the tier may read (a put) or write (a get) the ticket's memory, after cancel() too; the caller keeps it
+  allocated and unshared meanwhile. A get that does not end as DONE may have written any part of it.
+- A get ends as DONE only if name, coverage, lengths and every byte were verified against what the put was given, and no clear()
+  of the namespace began meanwhile.
 - An expected outcome is a value, not an exception.
 """
 

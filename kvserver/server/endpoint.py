@@ -28,7 +28,10 @@ _FAILED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNA
 
 
 class Endpoint:
-    """REQUIRES: bind() at most once, then close(). Sockets are of the thread that makes the endpoint, then of the loop's."""
+    """The daemon's ZMQ address. REQUIRES: bind() at most once, then close().
+
+    Its sockets belong to the thread that makes the endpoint, then to the loop's.
+    """
 
     def __init__(self, url: str) -> None:
         """Lock it. ConfigError if the URL cannot be served, or another daemon serves it."""

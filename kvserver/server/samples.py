@@ -1,7 +1,7 @@
-"""What the charts of the page show of one moment: counters and gauges, as floats in the order of `SERIES`.
+"""Samples for the page's charts: counters and gauges of one moment, as floats in the order of `SERIES`.
 
-Cheaper than `/status`: nothing is copied, and what grows with the number of engines is a few additions for each. From the
-loop's thread. Refuses to know: how many samples are kept (`web.history`).
+A sample is cheaper than `/status`: nothing is copied, and each engine costs a few additions. From the loop's thread. Refuses to
+know: how many samples are kept (`web.history`).
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ class Stores:
         return closing
 
     def _extend_plan(self, ticket: StoreTicket) -> bool:
-        """Whether the plan is complete. KVServerError if the store should end."""
+        """Extend the store's plan by a slice; return whether it is complete. Raises KVServerError if the store should end."""
         if ticket.worker.closing:
             raise KVServerError(ErrorCode.CANCELLED, "the worker disconnected before the copy began")
         if ticket.request.deadline_ns <= self.copies.now_ns():

@@ -1,7 +1,7 @@
-"""What a turn of the loop does beside requests: it completes tickets, goes on with work that was left, keeps time, audits.
+"""Work of a loop's turn beside requests: it completes tickets, continues deferred work, keeps time, audits.
 
-Owns: the order of that work. Refuses to know: requests (`handlers`), the poll (`loop`). Runs in the loop's thread; nothing
-here blocks, but drain().
+Owns: the order of that work. Refuses to know: requests (`handlers`), the poll (`loop`). Runs in the loop's thread; nothing here
+blocks, but drain().
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ class Upkeep:
 
     @property
     def lost_device(self) -> str:
-        """Why nothing can be copied any more; empty while it can."""
+        """Reason why nothing can be copied any more; empty while it can."""
         return self.devices.lost
 
     @property
     def lost_tier(self) -> str:
-        """Why a tier of L2 that is required cannot be used; empty while all can."""
+        """Reason why a required tier of L2 cannot be used; empty while all can."""
         return self.storage.failure
 
     # ---- completions --------------------------------------------------------------------------

@@ -1,8 +1,8 @@
-"""What the cache brought an instance's requests, and what that cost: prompt tokens by source, net time, how long copies took.
+"""Benefit of the cache for an instance's requests, and its cost: prompt tokens by source, net time, duration of copies.
+
+A prompt's tokens come from L0 (the engine's own prefix cache), L1, L2, or were computed. The four add up to the prompts.
 
 Owns: these counts and their sums. Refuses to know: messages, tickets, clocks.
-
-A prompt's tokens come from L0 (the engine's own prefix cache), L1, L2, or were computed; the four add up to the prompts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MOST = 1 << 62  # of a total that engines report: OTLP has 64 bits for it
 
 
 class Benefit:
-    """Of one instance."""
+    """Benefit and cost of one instance."""
 
     def __init__(self) -> None:
         self.prompt_tokens = dict.fromkeys(SOURCES, 0)
@@ -73,7 +73,8 @@ Part: TypeAlias = tuple[int, int]  # rank, object group
 
 
 class LoadWaits:
-    """Loads of an instance whose parts, one for each rank and object group, have not all ended: a request waits for the slowest.
+    """Loads of an instance of which a part has not ended. A load has a part for each rank and object group; a request waits for the
+    slowest.
 
     A part that never begins leaves a load behind, until the same request loads again or _MOST_WAITS other loads began.
     """

@@ -1,8 +1,9 @@
-"""What lookups found in L1 makes its copies in L2 young, too: else a prompt that is always an L1 hit would leave L2 first.
+"""Keeps objects that lookups find in L1 young in L2 as well: else a prompt that is always an L1 hit would leave L2 first.
+
+A lookup costs one entry here. Prompts beyond a second's share are left out: a prompt that is often found comes again.
 
 Owns: the prompts found in the last second, and how many of their objects are made young in one turn and in one second. Refuses to
-know: how a tier orders what it has. A lookup costs one entry here; prompts beyond a second's share are left out: what is
-often found comes again.
+know: how a tier orders what it has.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class _Found(NamedTuple):
 
 
 class Ages:
-    """REQUIRES: the loop's thread uses it."""
+    """Prompts to make young. REQUIRES: the loop's thread uses it."""
 
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers

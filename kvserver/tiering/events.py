@@ -1,13 +1,14 @@
-"""L2Events: publishes what the local tiers of L2 hold together: an object is stored when the first of them has it, and removed
-when none has it any more.
+"""Publishes what the local tiers of L2 hold together: an object is stored when the first tier has it, and removed when none has it
+any more.
 
-Tiers that other daemons write to are left out: their stores drop objects without notice.
+Tiers that other daemons write to are left out: their stores drop objects without notice. A resync publishes what a tier found at
+its start, and what tiers hold when one of them becomes readable or unreadable.
 
-What a tier found at its start, and what tiers hold when one of them can or cannot be read any more, is published by a resync.
-Whether a running resync has named an object already is not known, so a change meanwhile is published as a removal, and a
-store if a tier holds the object, and the resync names it no more: a slice was copied from the tier before the changes that are published ahead of it.
+A change during a resync has a problem: whether the resync has named the object already is not known. So the change is published
+as a removal, and as a store if a tier holds the object. The resync names it no more: a slice was copied from the tier before the
+changes that are published ahead of it.
 
-Owns: the changes of this turn. Refuses to know: who receives the events, what is in L1. In memory only.
+Owns: the changes of this turn. Refuses to know: which part receives the events, what is in L1. In memory only.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _SHARE = 8  # of the queue of events: what a tier has may be as much as 300 MB o
 
 
 class L2Events:
-    """REQUIRES: the loop's thread uses it."""
+    """Events of the local tiers. REQUIRES: the loop's thread uses it."""
 
     def __init__(self, tiers: Sequence[LocalTier], bus: Bus, clock: Callable[[], float] = time.monotonic) -> None:
         self._tiers, self._bus, self._clock = list(tiers), bus, clock
@@ -99,7 +100,7 @@ class L2Events:
                 yield L2Resynced(self._now_ns(), ResyncPart.SLICE, namespace, unnamed, group)
 
     def _unnamed(self, walked: Sequence[LocalTier], namespace: bytes, group: int, keys: bytes) -> bytes:
-        """Those of the keys that neither the walk of a tier before nor a change has named."""
+        """Keys that neither the walk of an earlier tier nor a change has named."""
         named = self._holds(walked, namespace, group, keys)
         if not named and not self._published:
             return keys

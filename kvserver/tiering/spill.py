@@ -1,17 +1,18 @@
 """Spill: READY objects are written behind from L1 to the tiers of L2.
 
-Owns: the queue of each tier, what is admitted to it, and its rate. Refuses to know: how a tier stores objects (`l2`), and
-what is read back (`fills`).
+Not every object is offered to every tier:
+- no tier: objects that no later start of an engine can find;
+- no tier that machines share: objects that must stay on this machine;
+- a tier with `read_only=true`: nothing.
 
-What no later start of an engine can find is offered to no tier, and what must stay on this machine to none that machines share.
-A tier with `read_only=true` is offered nothing.
+A queued object is not pinned: eviction never waits for storage. An object that left L1 before its turn is dropped and counted. It
+is pinned from its turn until its put ends. Keys are queued in the order of a prompt, so that parents are written first. A dropped
+object takes with it what is queued behind it by then, and nothing that is offered later. A later load offers all of it again.
 
-A queued object is not pinned: eviction never waits for storage, an object that left L1 before its turn is dropped and
-counted. It is pinned from its turn until its put ends. Keys are queued in the order of a prompt, so that parents are written
-first. A dropped object takes with it what is queued behind it by then, and nothing that is offered later. A later load
-offers all of it again.
+A tier may not be writable at first, as while it reads its journal. What is offered until then waits in its queue.
 
-Until a tier can be written to for the first time, as while it reads its journal, what is offered waits in its queue.
+Owns: the queue of each tier, what is admitted to it, and its rate. Refuses to know: how a tier stores objects (`l2`), and what is
+read back (`fills`).
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class _Queue:
 
 
 class Spill:
-    """REQUIRES: the loop's thread uses it."""
+    """Queues of the tiers. REQUIRES: the loop's thread uses it."""
 
     def __init__(
         self, cache: Cache, tiers: Tiers, rates: ReadRates, clock: Callable[[], float] = time.monotonic
@@ -98,7 +99,7 @@ class Spill:
 
     @property
     def ends(self) -> bool:
-        """Whether all that waits for an open tier has had its turn."""
+        """True if all that waits for an open tier has had its turn."""
         return not any(queue.waiting and not queue.opens() for queue in self._queues)
 
     @property
@@ -121,7 +122,7 @@ class Spill:
     def loaded(
         self, namespace: bytes, coverage: Coverage, durability: Durability, chunks: Sequence[Chunk], may_write: bool
     ) -> None:
-        """These objects were loaded: a tier that has them keeps them, and they are offered to the others if these may be written to."""
+        """Note loaded objects: a tier that has them keeps them, and the other tiers that may be written to are offered them."""
         keys = b"".join([chunk.key for chunk in chunks])
         present = self._tiers.present(namespace, coverage.group, keys, durability)
         for queue, in_l2 in zip(self._queues, present, strict=True):

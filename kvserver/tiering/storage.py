@@ -1,4 +1,4 @@
-"""L2 by one face: what the loop, lookups and copies report to the storage behind L1, and request of it.
+"""L2 by one face: reports and requests of the loop, lookups and copies to the storage behind L1.
 
 Owns: the contract, and its null object: a daemon without `--l2` has NoStorage. Refuses to know: tiers (`tiered`).
 """
@@ -19,7 +19,7 @@ from kvserver.tiering.tiers import Tiers
 
 
 class Storage(Protocol):
-    """REQUIRES: the loop's thread uses it. Nothing waits for a tier, but drain()."""
+    """Storage behind L1. REQUIRES: the loop's thread uses it. Nothing waits for a tier, but drain()."""
 
     tiers: Tiers  # empty without `--l2`
 
@@ -46,7 +46,7 @@ class Storage(Protocol):
     def loaded(
         self, namespace: bytes, coverage: Coverage, durability: Durability, chunks: Sequence[Chunk], may_write: bool
     ) -> None:
-        """These objects were loaded: a tier that has them keeps them, and they are offered to the others if these may be written to."""
+        """Note loaded objects: a tier that has them keeps them, and the other tiers that may be written to are offered them."""
 
     def ended(self, owner: Owner) -> int:
         """The request ended: nothing more is read for it. Returns the tokens that were read for it."""
@@ -74,13 +74,13 @@ class Storage(Protocol):
 
     @property
     def next_due_ns(self) -> int | None:
-        """When the next fill must be answered."""
+        """Time at which the next fill must be answered; None without fills."""
 
     # ---- state --------------------------------------------------------------------------------
 
     @property
     def failure(self) -> str:
-        """Why a tier that the settings require cannot be used; empty while all can."""
+        """Reason why a tier that the settings require cannot be used; empty while all can."""
 
     @property
     def is_idle(self) -> bool:
@@ -105,7 +105,7 @@ class Storage(Protocol):
 
 
 class NoStorage:
-    """A daemon without `--l2`."""
+    """Storage of a daemon without `--l2`."""
 
     next_due_ns = None
     failure = ""

@@ -6,8 +6,8 @@ Rules that keep wrong bytes out, in the order of a record's time:
 - A put writes to pages that no record in the index or in the journal has, then enters the index and the journal.
 - A get verifies the whole record against its name, coverage, lengths and generation (`csrc/l2/record.h`).
 - Pages of a dropped record are used again once no get reads them and its drop is in the journal (`log_writer`).
-- After a clear the namespace has another generation (`generations`): in the index at once, in the folder when the ticket
-ends. A put or get that began before it ends as CANCELLED.
+- After a clear the namespace has another generation (`generations`): in the index at once, in the folder when the ticket ends. A
+  put or get that began before it ends as CANCELLED.
 
 Owns: its state, and which part does what: `puts`, `gets`, `clears`, over `records`.
 """
