@@ -1,4 +1,4 @@
-// device.h: the contract of what moves the bytes.
+// device.h: the contract of a device: it moves bytes between an engine's memory and L1.
 //
 // Nothing in csrc/ knows tensors, layers, messages or namespaces: addresses and integers only.
 //

@@ -20,8 +20,8 @@
 //   reported   own_blocks(), release_blocks(), end_request(): which request owns which block with
 //              what content
 //
-// REQUIRES of both: what is applied was checked. What was not does no harm: a record of no block of
-// the pool is passed over.
+// REQUIRES of both: what is applied was checked. Unchecked input does no harm: a record of a block
+// that the pool does not have is skipped.
 //
 // Times are CLOCK_MONOTONIC nanoseconds, 0: not known. Where a time is before an earlier one, the
 // span is 0. Block 0 is the engine's null block and is skipped.
