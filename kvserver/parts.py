@@ -126,5 +126,5 @@ class Parts:
         )
 
     def sample(self, server: Server) -> array[float]:
-        """From the loop's thread."""
+        """Sample for the page's charts, from the loop's thread."""
         return take_sample(self.instances, self.cache, self.storage, self.bus, server.rpc)

@@ -30,7 +30,7 @@ class AnnouncedBlocks:
         return len(self._announced) + sum(map(len, self._before))
 
     def begin_resync(self) -> None:
-        """From now on the daemon sends all blocks again."""
+        """Begin a resync: from now on the daemon sends all blocks again."""
         if len(self._announced):
             self._before.append(self._announced)
             self._announced = _no_hashes()

@@ -70,7 +70,7 @@ class Board:
             self._series(index, status).set(1)
 
     def _series(self, index: int, status: CacheStatus) -> Any:
-        """One series of the info metric. Their number is bounded: details contain numbers, and no series is ever removed."""
+        """Series of the info metric. Their number is bounded: details contain numbers, and no series is ever removed."""
         detail, kept = " ".join(status.detail.split())[:_DETAIL_CHARS], self._details[index]
         if detail not in kept and len(kept) >= _MOST_DETAILS:
             detail = ""

@@ -107,7 +107,7 @@ class EngineCacheStatus:
         return not closed and any(half.reason == "breaker_open" for half in self.halves.values())
 
     def verdict(self) -> CacheStatus:
-        """One refused worker means no cache, so the first half without a daemon decides for all."""
+        """Status of the engine as a whole. One refused worker means no cache, so the first half without a daemon decides for all."""
         bad = {name: half for name, half in self.halves.items() if not half.connected}
         if lasting := {name: half for name, half in bad.items() if half.reason in _LASTING}:
             return self._by_halves(lasting)

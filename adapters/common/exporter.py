@@ -20,7 +20,7 @@ class CannotShare(Exception):
 
 @dataclass(frozen=True)
 class Window:
-    """One registered memory: `size` bytes from address `start` on, of the allocation that begins at `base`."""
+    """A registered memory: `size` bytes from address `start` on, of the allocation that begins at `base`."""
 
     base: int
     start: int
@@ -48,7 +48,7 @@ class Exporter(Protocol):
     windows: list[Window]  # each storage lies in one of them
 
     def export(self) -> Exported:
-        """One memory for each window, in their order. CannotShare."""
+        """Export one memory for each window, in their order. Raises CannotShare."""
 
 
 MakeExporter: TypeAlias = Callable[[Sequence[torch.UntypedStorage]], Exporter]

@@ -53,7 +53,10 @@ class FailedLoads:
         self._stores.clear()
 
     def failed(self, load: LoadSpec) -> None:
-        """One copy of a load that failed. Its last keys are forgotten first: none is found behind one that is remembered."""
+        """Remember the keys of a failed copy of a load.
+
+        Its last keys are forgotten first: a lookup finds no key behind one that is remembered.
+        """
         if load.copy_id < self._first_copy:
             return
         until = self._clock() + SECONDS
@@ -86,7 +89,7 @@ class FailedLoads:
                 self._stores.popitem(last=False)
 
     def store_copied(self, copy_id: int, objects: int) -> None:
-        """One rank has copied so many of the store's objects; the others were there."""
+        """Note that one rank has copied so many of the store's objects; the others were there."""
         keys, group, left = self._stores.pop(copy_id, ([], 0, 0))
         if left > objects:
             self._stores[copy_id] = keys, group, left - objects

@@ -77,7 +77,7 @@ class PinnedStores:
         self._forget_late()
 
     def ended(self, store_id: int) -> None:
-        """One rank reports the store's end."""
+        """Note one rank's report of the store's end."""
         store = self._stores.get(store_id)
         if store is None:
             return
@@ -134,7 +134,7 @@ class Quarantine:
         return sum(len(load.block_ids) for load in self._loads.values())
 
     def add(self, load_id: int, block_ids: list[int]) -> bool:
-        """One rank reports a load that was given up; True for the first rank, before the engine frees the blocks."""
+        """Note one rank's report of a load that was given up. True for the first rank, before the engine frees the blocks."""
         held = self._loads.get(load_id)
         if held is not None:
             held.ranks += 1
@@ -144,7 +144,7 @@ class Quarantine:
         return True
 
     def release(self, load_id: int) -> None:
-        """One rank reports that the server no longer writes the blocks; the last rank's report frees them."""
+        """Note one rank's report that the server no longer writes the blocks; the last rank's report frees them."""
         held = self._loads.get(load_id)
         if held is None:
             return

@@ -223,7 +223,7 @@ class Link:
         session.ended.set()
 
     def _connect(self) -> Session | None:
-        """One attempt; None if it failed, with the reason logged once."""
+        """Attempt to connect once; None if it failed, with the reason logged once."""
         if (absent := absence(self._endpoint)) is not None:
             self._note_absence(absent)
             return None
@@ -264,8 +264,8 @@ class Link:
     def _watch(self, session: Session) -> bool:
         """Return when the session is over; while the breaker is open, send Hello until the daemon answers.
 
-        True if another daemon answers and only lookups and notices are sent in this session: it is used until the next one is connected,
-        since requests in between would miss.
+        True if another daemon answers and only lookups and notices are sent in this session. The session is then used until the
+        next one is connected, since requests in between would miss.
         """
         keeps, pause, refresh_at = self._registration is None, _RETRY_SECONDS[0], 0.0
         while not self._stopping:

@@ -18,7 +18,7 @@ class LoadEnds:
         self._invalid: set[int] = set()
 
     def part_ended(self, spec: LoadSpec, *, failed: bool) -> bool | None:
-        """One copy of a request's load ended. Returns None while other copies of it run, then whether one of them failed."""
+        """Note the end of one copy of a request's load. Returns None while other copies of it run, then whether one of them failed."""
         ended, any_failed = self._parts.pop(spec.request_id, (0, False))
         ended, any_failed = ended + 1, any_failed or failed
         if failed and not self._fails_requests:

@@ -105,7 +105,7 @@ def _layers_of_groups(
 
 
 def _distinct(layers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Without those that are another one's tensor: layers may share their KV."""
+    """Layers without those that have another layer's tensor: layers may share their KV."""
     first = {_place(tensor): name for name, tensor in reversed(layers.items())}
     return {name: tensor for name, tensor in layers.items() if first[_place(tensor)] == name}
 

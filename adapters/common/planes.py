@@ -117,7 +117,7 @@ def merge(pieces: Sequence[Piece], num_blocks: int) -> list[Plane]:
 
 
 def _joined(last: Plane, plane: Plane) -> Plane | None:
-    """Both as one plane, if they touch or overlap and fit into one block's stride."""
+    """Join both planes, if they touch or overlap and fit into one block's stride; else None."""
     if (last.memory, last.stride_bytes) != (plane.memory, plane.stride_bytes):
         return None
     if plane.offset > last.offset + last.run_bytes:
@@ -152,7 +152,7 @@ def describe(name: str, tensor: torch.Tensor, num_blocks: int, known: int | None
 
 
 def describe_order(pieces: Sequence[Piece]) -> str:
-    """In which order a slot holds the layers' runs, and which bytes they have in common.
+    """Order of the layers' runs in a slot, and the bytes that they have in common.
 
     With `describe` of each layer it makes a text for the fingerprint: equal texts mean interchangeable bytes.
     """

@@ -85,7 +85,7 @@ class DirectSendQueue:
         self._sequences.clear()
 
     def begin_step(self, step: int) -> None:
-        """Nothing is queued."""
+        """Do nothing: no message is queued."""
 
     def post(self, message: Message, computed_in: int | None = None) -> bool:
         number = self.session.channel.send(message) if self.session is not None else None

@@ -106,7 +106,7 @@ def added(mine: dict[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def summary(data: Mapping[str, Any]) -> dict[str, int | float]:
-    """For a line of the engine's log: sums, and of copies their number."""
+    """Summary for a line of the engine's log: sums, and the number of copies."""
     line: dict[str, int | float] = {}
     if HALVES in data:
         line["connected"] = int(all(CacheStatus(*half).connected for half in data[HALVES].values()))

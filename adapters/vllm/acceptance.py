@@ -138,10 +138,10 @@ class Acceptance:
         self._reported = max(self._reported, step)
 
     def invalid_blocks(self, block_ids: set[int], requests: Iterable[RequestState]) -> None:
-        """vLLM declares these blocks, which were to be loaded, invalid. What was computed behind them is garbage as well.
+        """vLLM declares these blocks, which were to be loaded, invalid. KV computed behind them is garbage as well.
 
-        vLLM has one KV cache group then. It computes such a request anew in place; of that nothing is stored: a request that only shares the
-        block goes on behind it, and model runner V2 goes on from tokens of the step that was taken back (findings/).
+        vLLM has one KV cache group then. It computes such a request anew in place, and nothing of it is stored. A request that
+        only shares the block goes on behind it. Model runner V2 goes on from tokens of the step that was taken back (findings/).
         """
         self.suspects |= block_ids
         for state in {id(each): each for each in [*requests, *self._requests_under_way()]}.values():
@@ -172,7 +172,7 @@ class Acceptance:
         self._keep(unsent)
 
     def _keep(self, unsent: _Unsent) -> None:
-        """It goes out with the next step; should that step's plan be lost, its pins still end some time after the step."""
+        """Keep the store for the next step. Should that step's plan be lost, the store's pins still end some time after the step."""
         self._accepted.append(unsent)
         self._pins.sent(unsent.store.copy_id, self._step + 1)
 
@@ -198,13 +198,13 @@ class Acceptance:
         return [each for n, step in self._under_way.items() if n >= number for each in step.requests]
 
     def _requests_under_way(self) -> list[RequestState]:
-        """Also those that have ended meanwhile."""
+        """Requests of the steps under way, also those that have ended meanwhile."""
         return [state for state, _, _ in self._requests_from(0)]
 
     # ---- what is taken back ----------------------------------------------------------------------
 
     def drop_request(self, state: RequestState) -> None:
-        """It was aborted, or has failed: what steps under way compute of it is not accepted."""
+        """Drop the stores of a request that was aborted or has failed: KV that steps under way compute of it is not accepted."""
         self._drop_where(lambda unsent: unsent.state is state, [step.stores for step in self._under_way.values()])
 
     def drop_stores(self, store_ids: Iterable[int]) -> list[int]:

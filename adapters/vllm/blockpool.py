@@ -87,8 +87,9 @@ class PoolHook:
         pool.reset_prefix_cache = self._resetting(pool.reset_prefix_cache)
 
     def _forward_to(self, inner: Any) -> None:
-        """The rest of the collector (sampling, draining) is the inner one's, by name: a __getattr__ would make each look
-        at an attribute of this object slow, and an event has ten.
+        """Forward the rest of the collector (sampling, draining) to the inner one, by name.
+
+        A __getattr__ would make each look at an attribute of this object slow, and an event has ten.
         """
         self._inner = inner
         for name in dir(inner) if inner is not None else ():
@@ -146,7 +147,7 @@ class PoolHook:
 
     @property
     def size(self) -> int:
-        """In blocks."""
+        """Size of the pool in blocks."""
         return len(self._blocks)
 
     @property
@@ -190,7 +191,7 @@ class PoolHook:
         return found
 
     def _mark(self, now: int) -> None:
-        """`now` is the time of the next record, which REQUIRES that there is one."""
+        """Mark `now` as the time of the next record. REQUIRES: there is a next record."""
         if len(self._records) >= MAX_RECORDS:
             self._drop()
             self.lost = True

@@ -31,9 +31,9 @@ def is_model(config: Any) -> bool:
 
 
 def counted_length(model: Any) -> int | str | None:
-    """Its value when the model was built; None where the model does not read it.
+    """Length when the model was built; None where the model does not read it.
 
-    Where vLLM fits it to the memory (-1), that comes later: the model was built with the value of its configuration.
+    If vLLM fits it to the memory (-1), the fit comes later: the model was built with the value of its configuration.
     """
     if not _reads_it(model):
         return None

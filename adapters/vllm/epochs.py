@@ -77,10 +77,10 @@ class Epochs:
             )
 
     def _begin(self, since: str, clears_awaited: int) -> None:
-        """No KV stored so far may be found, unless a configured version names the weights.
+        """Begin an epoch: no KV stored so far may be found, unless a configured version names the weights.
 
-        vLLM does not reset blocks that requests use: they keep KV of the old weights, and nothing is stored until
-        a reset has succeeded.
+        vLLM does not reset blocks that requests use: they keep KV of the old weights, and nothing is stored until a reset has
+        succeeded.
         """
         self._clears_awaited = clears_awaited
         self._begin_epoch(since)

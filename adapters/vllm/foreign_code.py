@@ -109,7 +109,7 @@ def _registered(vllm_config: Any) -> Iterator[str]:
 
 
 def _table(module: str, name: str) -> dict[Any, Any]:
-    """One of vLLM's; empty where its module is not loaded, since nothing is registered then, or the version has none."""
+    """Registry of vLLM's; empty if its module is not loaded, since nothing is registered then, or if the version has none."""
     found: dict[Any, Any] = getattr(sys.modules.get(f"vllm.{module}"), name, {})
     return found
 

@@ -148,7 +148,7 @@ class Loras:
 
 
 class _Errands:
-    """One after the other, by a thread that begins with the first."""
+    """Queue of LoRAs for one thread, which begins with the first."""
 
     def __init__(self, name: str, act: Callable[[Lora], None]) -> None:
         self._name, self._act = name, act

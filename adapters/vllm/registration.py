@@ -98,7 +98,7 @@ class RankRegistration:
 
     @cached_property
     def _whole_identity(self) -> Identity:
-        """With the weights: read once, in the link's thread, since it may take seconds."""
+        """Identity with the weights: read once, in the link's thread, since it may take seconds."""
         settings = self._settings
         whole = with_weights(self._identity, self._config, settings.model_version, settings.weights_digest == "whole")
         if whole.private:

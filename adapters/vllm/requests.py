@@ -51,7 +51,7 @@ class RequestState(Question):
     not_loaded: str = ""  # why it loads nothing that the daemon has: one of EndRequest's codes
 
     def store_again(self) -> None:
-        """Nothing of it is stored."""
+        """Reset the state to that of a request of which nothing is stored."""
         self.stored_chunks = self.stored_blocks = self.computed = 0
         self.has_prompt_tail = False
 

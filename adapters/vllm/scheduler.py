@@ -400,7 +400,7 @@ class SchedulerHalf:
     # ---- end of requests, cache resets, shutdown ----------------------------------------------
 
     def request_finished(self, request: Request, tables: Tables) -> None:
-        """Also of requests that ran without cache: the daemon counts every prompt."""
+        """End the request. Requests that ran without cache are ended, too: the daemon counts every prompt."""
         state = self._requests.pop(request.request_id, None)
         self._shortage.ended(request)
         self._waiting.request_ended(request.request_id, tables)

@@ -38,7 +38,10 @@ class Sources:
         self._accounts.setdefault(request_id, _Account()).asked = local_tokens
 
     def placed(self, request: Request, external_tokens: int, from_l2: int) -> None:
-        """With external tokens a load begins, so many of them from L2; vLLM places the request again when the load has ended."""
+        """Note that vLLM placed the request.
+
+        With external tokens a load begins, `from_l2` of them from L2. vLLM places the request again when the load has ended.
+        """
         account = self._accounts.get(request.request_id)
         if account is None:
             return

@@ -154,8 +154,8 @@ class StorePlanner:
     def want_state(self, state: RequestState, computed: int) -> None:
         """Have vLLM end a step at the next kept boundary, or before it at its own one, and offer the state.
 
-        Where it schedules a step before it knows the tokens of the one before, it offers a state one step after the state
-        was computed: until it has hashed the boundary's last token the boundary is the next one.
+        vLLM may schedule a step before it knows the tokens of the previous one. Then it offers a state one step after the state
+        was computed: the boundary is the next one until vLLM has hashed the boundary's last token.
         """
         request, size = state.request, self._chunks.tokens
         tokens = min(computed, request.num_tokens)

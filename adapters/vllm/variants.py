@@ -99,7 +99,7 @@ class Variants:
         return _digest(" ".join(parts))
 
     def of(self, request: Any) -> Variant | None:
-        """For a request: the text "epoch" or "epoch/lora", and its durability; None if it must run without cache."""
+        """Variant of a request: the text "epoch" or "epoch/lora", and its durability; None if it must run without cache."""
         if self._confuses_embeddings(request):
             return None
         lora = request.lora_request
@@ -131,7 +131,7 @@ class Variants:
         return True if lora is None else self._loras.are_same_since(lora, since)
 
     def why_without_cache(self, request: Any) -> str:
-        """One of EndRequest's codes, or "" if it has none."""
+        """Reason why the request runs without cache, one of EndRequest's codes; "" if there is none."""
         return "embeddings_dtype" if request.prompt_embeds is not None and self._foreign_embeddings else ""
 
     def _confuses_embeddings(self, request: Any) -> bool:

@@ -207,7 +207,7 @@ class BenchWorker:
         return self.client.ask(self.lookup_message(keys), LookupReply).hit_chunks
 
     def describe_scheduler(self) -> None:
-        """From now on its stores' contents are published; nothing answers."""
+        """Describe the scheduler, so that its stores' contents are published; nothing answers."""
         assert self.client.channel.send(
             DescribeScheduler(
                 instance_id=self.instance_id, incarnation=self.incarnation, model_name="bench", variant=self.variant

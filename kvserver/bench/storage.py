@@ -279,7 +279,7 @@ class PlainClients:
 
 
 def _seconds_of(move: Callable[[int], None], count: int, threads: int) -> float:
-    """Until all numbers were moved. The first error of a thread is raised here."""
+    """Seconds until all numbers were moved. The first error of a thread is raised here."""
     errors: list[Exception] = []
 
     def work(first: int) -> None:

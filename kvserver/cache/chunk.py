@@ -87,7 +87,7 @@ class Chunk:
 
     @property
     def empty(self) -> bool:
-        """It has no slot."""
+        """True if the chunk has no slot."""
         return not self._joined
 
     def has_slot(self, number: int) -> bool:

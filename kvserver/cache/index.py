@@ -36,7 +36,7 @@ class Index:
         return self._namespaces.get(id)
 
     def find_chunks(self, id: bytes, keys: bytes) -> list[Chunk | None]:
-        """One for each key; None where the namespace has none."""
+        """Chunks by key; None where the namespace has none."""
         namespace = self._namespaces.get(id)
         return namespace.chunks.find(keys) if namespace is not None else [None] * (len(keys) // KEY_BYTES)
 

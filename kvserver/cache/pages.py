@@ -40,8 +40,8 @@ def page_bytes_for(l1_bytes: int) -> int:
 def granularity(pages: int) -> int:
     """Pages of one granule of a slot of `pages` pages: a power of two, at most 1/32 of the slot.
 
-    Slots and their extents are whole granules, so freed memory never splits into shreds and copies stay wide when L1
-    is fragmented: an extent of a slot of 2 MiB or more has at least 64 KiB.
+    Slots and their extents are whole granules. So freed memory never splits into shreds, and copies stay wide when L1 is
+    fragmented: an extent of a slot of 2 MiB or more has at least 64 KiB.
     """
     return 1 << max(0, (pages // _LEAST_GRANULES).bit_length() - 1)
 

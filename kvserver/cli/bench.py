@@ -110,7 +110,7 @@ def _size(text: str) -> int:
 
 
 def line(one: Measurement) -> str:
-    """As "copies  load, per layer, pieces of 64 KiB  8.1 GB/s  1.02 of memcpy by 2 threads  normal (at least 0.5)"."""
+    """Line of text: "copies load, per layer, pieces of 64 KiB 8.1 GB/s 1.02 of memcpy by 2 threads normal (at least 0.5)"."""
     if one.failure:
         return f"{one.part:<8} {one.what}: NOT MEASURED: {one.failure}"
     if not one.unit:

@@ -131,7 +131,7 @@ def _strings(settings: Settings) -> list[str]:
 
 
 def _add_pages(parts: _Parts, settings: Settings) -> None:
-    """After one that nothing answered the others are not requested."""
+    """Add the daemon's pages. After one without any answer the others are not requested."""
     host = "127.0.0.1" if settings.http_host in ("0.0.0.0", "::") else settings.http_host
     arguments = argparse.Namespace(
         http_host=host, http_port=settings.http_port, http_token_file=settings.http_token_file
@@ -233,7 +233,7 @@ def _process(pid: int, environ: Mapping[str, str]) -> str:
 
 
 def _machine() -> dict[str, Any]:
-    """Without its name."""
+    """Description of the machine, without its name."""
     system = os.uname()
     models = [
         line.partition(":")[2].strip()

@@ -54,7 +54,7 @@ class Finding:
 
 @dataclass
 class Machine:
-    """Everything that checks read. Tests give fake folders and values."""
+    """Source of everything that checks read. Tests give fake folders and values."""
 
     settings: Settings
     root: Path = Path("/")

@@ -128,7 +128,7 @@ def _print(arguments: argparse.Namespace, reading: Reading) -> None:
 
 
 def _print_on(arguments: argparse.Namespace, readings: Readings) -> None:
-    """Until its reader has ended (BrokenPipeError) or Ctrl-C."""
+    """Print readings until the reader of stdout has ended (BrokenPipeError) or Ctrl-C."""
     while True:
         try:
             _print(arguments, readings.read())
@@ -143,7 +143,7 @@ def _print_on(arguments: argparse.Namespace, readings: Readings) -> None:
 
 
 def _draw_on(arguments: argparse.Namespace, readings: Readings) -> None:
-    """Until q. While a daemon hangs, q is read when the request's time is over, Ctrl-C at once."""
+    """Draw readings until q. While a daemon hangs, q is read when the request's time is over, Ctrl-C at once."""
     from rich.console import Console, Group
     from rich.live import Live
     from rich.text import Text

@@ -33,7 +33,7 @@ def raise_descriptor_limit() -> None:
 
 
 def has_free_descriptors(wanted: int) -> bool:
-    """So many more may be opened. It makes `wanted` system calls, and reads a folder where nearly all are in use."""
+    """True if so many more may be opened. It makes `wanted` system calls, and reads a folder if nearly all are in use."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return True

@@ -239,7 +239,7 @@ def _bad(name: str, reason: str, values: dict[str, Any], sources: dict[str, Sour
 
 
 def _shown(name: str, value: Any) -> Any:
-    """As pages and the log show it."""
+    """Value as pages and the log show it."""
     if isinstance(value, (list, tuple)):
         return [_shown(name, one) for one in value]
     return without_user(value, name in _URLS) if isinstance(value, str) else value

@@ -322,5 +322,5 @@ def _split(keys: bytes) -> list[bytes]:
 
 
 def _parts(items: Sequence[_T]) -> Iterator[Sequence[_T]]:
-    """At most MOST_CHUNKS at a time, the limit of one event."""
+    """Parts of at most MOST_CHUNKS items, the limit of one event."""
     return (items[at : at + MOST_CHUNKS] for at in range(0, len(items), MOST_CHUNKS))

@@ -145,7 +145,7 @@ class Observers:
 
 
 class _Observed:
-    """One observer and its last status."""
+    """An observer and its last status."""
 
     def __init__(self, name: str, observer: KVEventObserver) -> None:
         self.name = name
@@ -153,7 +153,7 @@ class _Observed:
         self._shown: dict[str, Any] = {}
 
     def row(self, reason: str, handled: int, queued: int) -> dict[str, Any]:
-        """Its row in /status."""
+        """Row of the observer in /status."""
         return {
             **self._shown,
             "name": self.name,
@@ -176,7 +176,7 @@ class _Observed:
 
 
 class _Threaded(_Observed):
-    """One that a runner calls."""
+    """Observer that a runner calls."""
 
     def __init__(self, name: str, observer: KVEventObserver, limit: int) -> None:
         super().__init__(name, observer)
@@ -189,7 +189,7 @@ class _Threaded(_Observed):
 
 
 class _Direct(_Observed):
-    """One that hand_over() and tick() call."""
+    """Observer that hand_over() and tick() call."""
 
     def __init__(self, name: str, observer: DirectObserver) -> None:
         super().__init__(name, observer)

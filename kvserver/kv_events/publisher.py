@@ -245,7 +245,7 @@ class ZmqPublisher:
         return min(waits)
 
     def _serve(self, stream: Stream, sockets: StreamSockets) -> float:
-        """One turn of one stream. Returns the seconds until its next turn."""
+        """Serve one turn of one stream. Returns the seconds until its next turn."""
         sockets.receive_requests()
         with self._lock:
             wait, connect = self._advance(stream, sockets), sockets.connect_seconds

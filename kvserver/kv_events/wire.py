@@ -90,7 +90,7 @@ def stored_events(
     form: Form,
     kind: type[_Stored] = BlockStored,
 ) -> Iterator[_Stored]:
-    """One event for each KV cache group that has the blocks. `run`: the chunk's blocks that the event names."""
+    """Events for the KV cache groups that have the blocks, one each. `run`: the chunk's blocks that the event names."""
     first, last = run
     hashes = _hashes(chunk.hashes, chunk.hash_bytes, form)
     parent = hashes[first - 1] if first else (_hashes(chunk.parent, chunk.hash_bytes, form) or [None])[0]

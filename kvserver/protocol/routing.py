@@ -111,8 +111,8 @@ class KVEventsTaken(Message):
 class EngineLoad(Message):
     """Notice: the stats of an engine. Totals count from the engine's start.
 
-    Each front end of an engine sends its own notice: totals are this front end's part, the other fields are the
-    scheduler's values as this front end last received them.
+    Each front end of an engine sends its own notice. Totals are this front end's part. The other fields are the scheduler's
+    values as this front end last received them.
     """
 
     instance_id: Name

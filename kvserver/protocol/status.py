@@ -309,7 +309,7 @@ class PagesStatus(Struct, frozen=True, kw_only=True):
 
 
 class TierStatus(Struct, frozen=True, kw_only=True):
-    """One tier of L2. What a tier does not count is 0; the fields after `breaks` are of the queue in front of it."""
+    """Status of a tier of L2. What a tier does not count is 0; the fields after `breaks` are of the queue in front of it."""
 
     name: str = ""
     kind: str = ""

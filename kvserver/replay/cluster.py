@@ -92,7 +92,7 @@ def replay_cluster(
     plan: Plan,
     progress: Callable[[str, int, int, int], None] = lambda policy, blocks, requests, of: None,
 ) -> Iterator[PlanResult]:
-    """One result for each size of an L1 and policy. `progress` is called after each request."""
+    """Results by size of an L1 and policy, one each. `progress` is called after each request."""
     for policy in policies:
         for blocks in sizes:
             l2 = BareL1(capacity(plan.l2_blocks, trace), "lru") if plan.l2_blocks is not None else None

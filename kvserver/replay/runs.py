@@ -46,7 +46,7 @@ def replay_sizes(
     progress: Callable[[str, int, int, int], None] = lambda policy, blocks, requests, of: None,
     warm_up: float = 0.0,
 ) -> Iterator[SizeResult]:
-    """One result for each size of each policy, each as soon as it is known. `progress` is called after each request.
+    """Results by size and policy, each as soon as it is known. `progress` is called after each request.
 
     `warm_up`: the share of the requests, from the first one on, that fill the cache and are not counted.
     """

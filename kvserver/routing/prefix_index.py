@@ -246,7 +246,9 @@ class KVIndex:
         hash_bytes: int,
         tokens: int,
     ) -> list[int]:
-        """In each of these tiers, given by the owners' bits of each group, where hits are multiples of `blocks` blocks."""
+        """Blocks of the hit in each of these tiers, where hits are multiples of `blocks` blocks. A tier is the owners' bits of each
+        group.
+        """
         if not any(map(any, tiers)):
             return [0] * len(tiers)
         groups, size = engine.object_groups, blocks * engine.block_tokens
@@ -256,7 +258,7 @@ class KVIndex:
         return [blocks * hit_units(groups, size, units, owners) if any(owners) else 0 for owners in tiers]
 
     def _with_tail(self, engine: ReaderConnected, match: Match, hashes: bytes | memoryview, hash_bytes: int) -> Match:
-        """With the single blocks that a lookup finds behind the chunks: of the first missed chunk, unless L2 has that chunk.
+        """Match with the single blocks that a lookup finds behind the chunks: of the first missed chunk, unless L2 has that chunk.
 
         After a fill that ends before the prompt's last chunk none are looked up.
         """

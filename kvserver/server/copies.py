@@ -151,7 +151,7 @@ class Copies:
                 counts.saved_seconds += ticket.tokens / instance.prefill_speed
 
     def _count_wait(self, worker: Worker, request: Retrieve, arrived_ns: int, tokens: int) -> None:
-        """One of the copies of a load ended on this rank, `tokens` being those of the load; 0 if the copy failed."""
+        """Count the end of one copy of a load on this rank. `tokens`: of the load; 0 if the copy failed."""
         spec = worker.spec
         instance = self.instances.by_id.get(spec.instance_id)
         if instance is None or request.group >= len(worker.groups):  # else an engine could name a million parts

@@ -118,7 +118,7 @@ class L1Lookups:
         looked.outcome = replace(looked.outcome, tail_blocks=blocks, tail_tokens=tokens)
 
     def answer_again(self, request: Lookup, filled_tokens: int) -> LookupReply:
-        """After a fill, which read so many tokens: lease what L1 has now. The lookup was counted before."""
+        """Lease what L1 has after a fill, which read so many tokens. The lookup was counted before."""
         instance = self.instances.by_id.get(request.instance_id)
         namespace = instance.namespace_of(request.variant) if instance is not None else None
         if instance is None or namespace is None or self._unavailable:

@@ -140,7 +140,7 @@ class Server:
     # ---- the loop -----------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Until stop()."""
+        """Run turns until stop()."""
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
@@ -193,7 +193,7 @@ class Server:
         return True
 
     def _serve(self, frames: list[bytes]) -> None:
-        """One message: whatever happens becomes its one reply."""
+        """Serve one message: whatever happens becomes its one reply."""
         has_id = len(frames) >= 2 and len(frames[1]) == REQUEST_ID_BYTES
         call = Call(self._replies, frames[0], frames[1] if has_id else _NO_REQUEST_ID, time.monotonic())
         try:

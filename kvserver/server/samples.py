@@ -39,7 +39,7 @@ SERIES = ("time", *COUNTERS, *GAUGES)  # time: seconds since 1970
 
 
 def take_sample(instances: Instances, cache: Cache, storage: Storage, bus: Bus, rpc: Rpc) -> array[float]:
-    """One float for each of SERIES."""
+    """Values of SERIES, one float each."""
     counts: list[Counts] = instances.all_counts()
     benefits = [each.benefit for each in counts]
     return array(

@@ -86,7 +86,7 @@ class Stores:
         return plan
 
     def step(self) -> list[Worker]:
-        """At the end of a turn: go on with the stores that wait. Returns the closing workers that no longer have one."""
+        """Continue waiting stores at the end of a turn. Returns the closing workers that no longer have one."""
         closing = []
         while self._waiting and self._steps > 0:
             ticket = self._waiting[0]

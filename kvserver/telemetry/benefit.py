@@ -54,7 +54,10 @@ class Benefit:
             self.hit_ratio.observe((local + loaded) / prompt)
 
     def load_ended(self, tokens: int, waited_seconds: float, prefill_speed: float) -> None:
-        """On all ranks. `tokens`: whose KV it brought; 0 if it failed. Without a speed only failed loads count."""
+        """Count a load that ended on all ranks.
+
+        `tokens`: those whose KV it brought; 0 if it failed. Without a speed only failed loads count.
+        """
         if tokens and not prefill_speed:
             return
         gained = (tokens / prefill_speed if tokens else 0.0) - waited_seconds
@@ -64,7 +67,7 @@ class Benefit:
             self.lost_seconds -= gained
 
     def copied(self, direction: str, waited_seconds: float, device_seconds: float) -> None:
-        """One rank's copy, done. `waited_seconds`: from its request's arrival to its end."""
+        """Count one rank's copy that is done. `waited_seconds`: from its request's arrival to its end."""
         self.durations[direction, "copy"].observe(device_seconds)
         self.durations[direction, "queue"].observe(max(0.0, waited_seconds - device_seconds))
 
@@ -85,7 +88,9 @@ class LoadWaits:
     def ended(
         self, request_id: str, part: Part, parts: int, arrived_ns: int, ended_ns: int, tokens: int
     ) -> tuple[int, float] | None:
-        """One of `parts` parts has ended; of the last one (tokens, seconds) of the load. `tokens` is 0 if the part failed."""
+        """Note the end of one of `parts` parts; for the last one return the load's (tokens, seconds). `tokens` is 0 if the part
+        failed.
+        """
         if parts == 1 or not request_id:  # older engines do not name their requests: rank 0's is taken for all
             return None if parts > 1 and any(part) else (tokens, (ended_ns - arrived_ns) * 1e-9)
         ended = self._loads.setdefault(request_id, {})

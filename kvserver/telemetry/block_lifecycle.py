@@ -53,7 +53,7 @@ def _buckets(times: LifetimeHistogram) -> Buckets:
 
 
 class _Instance:
-    """One instance and model, through all its incarnations. Written by the event thread only."""
+    """An instance and model, through all its incarnations. Written by the event thread only."""
 
     def __init__(self) -> None:
         self.metrics = LifetimeMetrics(list(RESIDENCY_SECONDS))
@@ -67,7 +67,7 @@ class _Instance:
         self.request_blocks: RequestBlocks | None = None  # of the one pool of a reported source
 
     def status(self, found: LifetimeSnapshot) -> L0Status:
-        """At one moment, except for what the event thread does between two fields."""
+        """Status at one moment, except for what the event thread does between two fields."""
         return L0Status(
             allocations=found.allocations,
             reuses=found.reuses,

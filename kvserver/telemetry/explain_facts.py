@@ -212,7 +212,7 @@ class Request:
         return tokens
 
     def outcome(self, tokens: Tokens) -> str:
-        """One of OUTCOMES."""
+        """Outcome of the request, one of OUTCOMES."""
         if self.failure:
             return "load_failed"
         if self.ended is None:

@@ -67,7 +67,7 @@ _NO_LOOKUP = (
 
 
 def verdict(facts: Facts) -> str:
-    """One sentence."""
+    """Verdict on the request in one sentence."""
     tokens = facts["tokens"]
     if tokens["computed"] is not None:
         share = f"{tokens['computed']:,} of {tokens['prompt']:,} prompt tokens were computed"

@@ -168,7 +168,7 @@ def _grpc_target(endpoint: OtlpEndpoint, url: str) -> dict[str, Any]:
 
 
 def _answer_seconds() -> float:
-    """For connecting, and for the answer. In seconds, as OpenTelemetry's own exporters for Python read the variable."""
+    """Time-out for connecting, and for the answer. In seconds, as OpenTelemetry's own exporters for Python read the variable."""
     return _from_environment(OTEL_EXPORTER_OTLP_TIMEOUT, 5.0, (0.1, 300), "seconds")
 
 

@@ -53,7 +53,7 @@ class Ages:
         self._found, self._room, self._chunks_left = {}, _MOST_CHUNKS, _MOST_CHUNKS
 
     def step(self) -> bool:
-        """At the end of a turn: make some objects young, those of a prompt from its end on. True while there is more."""
+        """Make some objects young at the end of a turn, those of a prompt from its end on. True while there is more."""
         left = _CHUNKS_PER_TURN
         while self._due and left > 0 and self._chunks_left > 0:
             prompt = self._due.popleft()

@@ -40,7 +40,7 @@ class L2Events:
             tier.watch(partial(self._changed, place))
 
     def present(self, namespace: bytes, groups: int, keys: bytes) -> tuple[bytes, ...]:
-        """For each of so many groups those of the keys whose objects are in a tier; () if there are no tiers."""
+        """Keys whose objects are in a tier, for each of so many groups; () if there are no tiers."""
         if not any(self._readable):
             return ()
         places = range(len(keys) // KEY_BYTES)
@@ -64,7 +64,7 @@ class L2Events:
             self._bus.publish(L2Cleared(self._now_ns(), prefix))
 
     def step(self) -> bool:
-        """At the end of a turn: publish what has changed, or a slice of a resync. True if there is more to do at once."""
+        """Publish what has changed, or a slice of a resync, at the end of a turn. True if there is more to do at once."""
         if not self._tiers:
             return False
         self.publish()

@@ -42,8 +42,9 @@ _MIB = 1 << 20
 def memory_bound(l1_bytes: int) -> int:
     """Bytes that fills may occupy before their requests have loaded them.
 
-    An eighth of an L1 of 2 GiB or more; three quarters of one so small (341 MiB) that it is a window on L2, where a single
-    prompt must fit; 256 MiB between the two.
+    - L1 of 2 GiB or more: an eighth of it.
+    - L1 of 341 MiB or less: three quarters. It is a window on L2, where a single prompt must fit.
+    - Between the two: 256 MiB.
     """
     return max(l1_bytes // 8, min(l1_bytes // 4 * 3, 256 * _MIB))
 
@@ -181,7 +182,7 @@ class Fills:
     # ---- reserving ----------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """At the end of a turn: answer what is due or done; then plan one fill, reserve one batch or begin its reads.
+        """Answer what is due or done at the end of a turn; then plan one fill, reserve one batch or begin its reads.
 
         True while there is more to do at once.
         """

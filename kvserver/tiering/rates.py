@@ -113,7 +113,7 @@ class ReadRates:
         return self._tiers[tier].rate(self._clock())
 
     def expected_seconds(self, reads: Sequence[TierReads]) -> float | None:
-        """Until a fill has read this from each tier, behind what is queued; None if a tier's rate is not known."""
+        """Seconds until a fill has read this from each tier, behind what is queued; None if a tier's rate is not known."""
         now, longest = self._clock(), 0.0
         for tier, part in zip(self._tiers, reads, strict=True):
             if part.objects:

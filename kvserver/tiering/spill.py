@@ -74,7 +74,7 @@ class _Queue:
     credited_ns: int = 0
 
     def opens(self) -> bool:
-        """Nothing could be written to the tier yet, and that may change."""
+        """True while nothing could be written to the tier yet, and that may change."""
         if not self.has_opened:
             self.has_opened = self.configured.tier.state not in ("opening", "unavailable")
         return not self.has_opened
@@ -153,7 +153,7 @@ class Spill:
     # ---- writing ------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """At the end of a turn: begin puts. True while there is more to do at once."""
+        """Begin puts at the end of a turn. True while there is more to do at once."""
         more = False
         now_ns = int(self._clock() * 1e9)
         for place, queue in enumerate(self._queues):

@@ -26,7 +26,7 @@ class Storage(Protocol):
     # ---- requests -----------------------------------------------------------------------------
 
     def present(self, namespace: bytes, groups: int, keys: bytes) -> tuple[bytes, ...]:
-        """For each of so many groups those of the keys whose objects local tiers hold; () if there are no such tiers."""
+        """Keys whose objects local tiers hold, for each of so many groups; () if there are no such tiers."""
 
     def found(self, instance: Instance, namespace: bytes, keys: bytes, hit_chunks: int, durability: Durability) -> InL2:
         """Note that L1 has the first `hit_chunks`; returns what a fill could add. `durability`: of the variant."""
@@ -52,7 +52,7 @@ class Storage(Protocol):
         """The request ended: nothing more is read for it. Returns the tokens that were read for it."""
 
     def instance_ended(self, instance_id: str) -> None:
-        """So did all requests of the instance."""
+        """End the instance, and with it all its requests."""
 
     def clear(self, base: bytes, done: Callable[[str], None]) -> None:
         """Forget the namespaces with this prefix, which L1 has just forgotten; then call `done` with what failed, or ""."""
@@ -67,7 +67,7 @@ class Storage(Protocol):
         """Complete all that tiers have ended, and publish what has changed in them. Never raises."""
 
     def step(self) -> bool:
-        """At the end of a turn: a slice of the work that is left. True while there is more to do at once."""
+        """Do a slice of deferred work at the end of a turn. True while there is more to do at once."""
 
     def tick(self) -> None:
         """Once a second or so."""
@@ -90,7 +90,7 @@ class Storage(Protocol):
         """Assert the accounting of reads. REQUIRES: it is idle."""
 
     def status(self) -> list[TierStatus]:
-        """One row for each tier."""
+        """Status of each tier, one row each."""
 
     # ---- the end ------------------------------------------------------------------------------
 
@@ -139,6 +139,6 @@ class NoStorage:
         return 0
 
     def _nothing(self, *_: object, **__: object) -> None:
-        """Nothing is stored, so nothing follows."""
+        """Do nothing: no object is stored."""
 
     loading = stored = loaded = instance_ended = complete = tick = audit = end_fills = close = _nothing

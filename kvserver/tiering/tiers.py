@@ -142,7 +142,7 @@ class Tiers:
     # ---- memory -------------------------------------------------------------------------------
 
     def present(self, namespace: bytes, group: int, keys: bytes, durability: Durability) -> Iterator[int]:
-        """For each tier the bits of the keys whose object it holds. In memory only."""
+        """Bits of the keys whose object a tier holds, by tier. In memory only."""
         for each in self.all:
             yield each.tier.holds(namespace, group, keys) if each.admits(durability) else 0
 

@@ -47,7 +47,7 @@ class History:
         self._lock = threading.Lock()  # of the ring
 
     def tick(self) -> None:
-        """To be called several times a second: begins a sample if one is due, and keeps it once it was taken."""
+        """Begin a sample if one is due, and keep it once it was taken. To be called several times a second."""
         if self._pending is not None:
             if not self._pending.done():
                 return

@@ -230,7 +230,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self.server.access.refusal(self._method, self._page_name, self.headers)
 
     def _read_body(self) -> Refusal | None:
-        """Only /kv/match reads a body; other pages leave it unread and end the connection."""
+        """Read the body of a request to /kv/match; other pages leave it unread and end the connection."""
         lengths = self.headers.get_all("Content-Length", [])
         if "Transfer-Encoding" in self.headers or len(lengths) > 1:
             return Refusal(

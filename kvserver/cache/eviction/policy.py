@@ -30,10 +30,12 @@ class EvictionPolicy(Protocol):
         """
 
     def use(self, chunks: Iterable[Chunk]) -> None:
-        """As track(), and each chunk was used again: a request that had found it ended, or it is stored soon after its eviction."""
+        """Track chunks that were used again, as track(): a request that had found them ended, or they are stored soon after their
+        eviction.
+        """
 
     def pop_incomplete(self) -> Chunk | None:
-        """As pop_chunk(), one that is not READY and that no store fills: the cache evicts these before all others."""
+        """Pop a chunk that is not READY and that no store fills, as pop_chunk(). The cache evicts these before all others."""
 
     def pop_chunk(self) -> Chunk | None:
         """Untrack and return the READY chunk to evict next; None if none is tracked.

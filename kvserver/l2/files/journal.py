@@ -70,7 +70,7 @@ class Journal:
         return journal
 
     def reserve(self) -> None:
-        """Its space, and that of the file that will replace it, as far as the file system has it and can."""
+        """Reserve the space of the journal and of the file that will replace it, if the file system can and has it."""
         try:
             self._disk.reserve(self._fd, self.capacity)
             os.close(self._open_next())

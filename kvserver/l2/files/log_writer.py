@@ -135,7 +135,7 @@ class LogWriter:
         return True
 
     def write_last(self) -> None:
-        """At the end: what waits, and the journal's last task. A compaction that is not complete is given up."""
+        """Write waiting entries and close the journal. An incomplete compaction is given up."""
         entries = b"" if self.failure else self._table.drain_log()
 
         def last() -> None:
@@ -164,7 +164,7 @@ class LogWriter:
         self._run(lambda: self._journal.begin_next(id), self._part_ended)
 
     def _compact(self) -> None:
-        """One slice, or the end."""
+        """Write one slice of the compaction, or its end."""
         complete = self._table.fill_next_log(_PER_SLICE)
         entries, id = self._table.drain_next_log(), self._next_id
         self._next_bytes += len(entries)

@@ -139,7 +139,7 @@ class FilePuts:
         self._end_waiting(late, TierOutcome.TIMEOUT, "no space was free before its deadline")
 
     def give_up(self, why: str) -> None:
-        """Nothing more will be written."""
+        """End all waiting puts: nothing more will be written."""
         self._end_waiting(list(self._waiting), TierOutcome.UNAVAILABLE, why)
 
     def _end_waiting(self, puts: list[_Put], outcome: TierOutcome, why: str = "") -> None:

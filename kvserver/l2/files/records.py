@@ -88,7 +88,7 @@ class FileRecords:
         return PlacedRecord(*found) if found is not None else None
 
     def add(self, name: ObjectName, parent: bytes, meaning: int, extents: bytes) -> None:
-        """In the place of any other of that name."""
+        """Add a record in the place of any other of that name."""
         self.remove(name)
         generation = self.generation_of(name)
         self._table.add(name.namespace, generation, name.group, name.key, parent, meaning, extents)
@@ -124,7 +124,7 @@ class FileRecords:
         )
 
     def drop_other_generations(self) -> None:
-        """Nothing finds their records from now on; sweep() removes them."""
+        """Drop records of other generations: lookups find them no more, and sweep() removes them."""
         for namespace, generation, group, _ in self._table.spaces():
             if generation != self.generations.of(namespace):
                 self._table.drop_space(namespace, generation, group)
@@ -147,10 +147,11 @@ class FileRecords:
         return self._table.live_journal_bytes > self._writer.most_live_bytes
 
     def make_room(self, pages: int, more: int) -> tuple[bool, int]:
-        """Evict until so many pages are free or will be, and `more` as far as possible; false if `pages` never will be.
+        """Evict until so many pages are free or will be, and `more` as far as possible. Returns (False if `pages` never will be,
+        evictions).
 
-        And how many were evicted. Their drops go to the journal together, and only then their pages are free: were they evicted
-        put by put, each put would wait for a write of the journal. REQUIRES: more >= pages.
+        Drops go to the journal together, and only then their pages are free. Were records evicted put by put, each put would wait
+        for a write of the journal. REQUIRES: more >= pages.
         """
         assert self._writer is not None
         for evictions in range(_MOST_EVICTIONS):  # what is left follows once their drops are in the journal

@@ -54,7 +54,7 @@ class Generations:
         return changed
 
     def clear(self, scope: bytes) -> None:
-        """No generation of the scope counts any more; the next one is in the store after write()."""
+        """Forget the scope's generation; the next one is in the store after write()."""
         with self._lock:
             self._clears += 1
             self._unwritten[scope] = self._clears

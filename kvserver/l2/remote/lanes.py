@@ -113,7 +113,7 @@ RunJobs: TypeAlias = Callable[[Sequence[Job[R]], Lane], dict[Job[R], R]]
 
 
 def alone(run: Callable[[Job[R], Lane], R]) -> RunJobs[R]:
-    """As a job of no bundle is run."""
+    """Wrap a function of one job for jobs of no bundle."""
     return lambda jobs, lane: {jobs[0]: run(jobs[0], lane)}
 
 

@@ -182,7 +182,7 @@ class _MooncakeClient:
         return ""
 
     def close(self) -> None:
-        """Nothing is written to the buffer when this returns."""
+        """End the process. Nothing writes to the buffer afterwards."""
         if self._socket is not None:
             self._socket.close()
         if self._process is not None:

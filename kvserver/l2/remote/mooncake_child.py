@@ -127,7 +127,7 @@ class LibraryStore:
 
 
 def _address_towards(master: tuple[str, int]) -> str:
-    """This machine's address as the master sees it; its own name must differ from those of other machines."""
+    """Address of this machine as the master sees it. A client's own name must differ from those of other machines."""
     family, kind, protocol, _, address = socket.getaddrinfo(*master, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)

@@ -74,7 +74,7 @@ def require_client(url: TierUrl) -> None:
 
 
 def connect(url: S3Url, size: int = 0) -> StoreClient:
-    """Nothing is sent yet. `size`: bytes of the largest request."""
+    """Make a client; nothing is sent yet. `size`: bytes of the largest request."""
     return _S3Client(url, size)
 
 

@@ -268,7 +268,7 @@ class _ValkeyClient:
         return [self._error(answer) if isinstance(answer, self._glide.GlideError) else answer for answer in answers]
 
     def _try(self, call: Any) -> Any:
-        """Its result; StoreError for what the library raises. The texts of its errors have addresses, no credentials."""
+        """Result of the call. Raises StoreError for what the library raises. The texts of its errors have addresses, no credentials."""
         try:
             return call()
         except self._glide.GlideError as error:
