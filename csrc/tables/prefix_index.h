@@ -55,7 +55,7 @@ class PrefixIndex {
     // Returns how many of them the owner did not have.
     size_t remove_blocks(int owner, std::string_view hashes, size_t hash_bytes);
 
-    // What each reader has of a prompt with these blocks.
+    // The part of a prompt with these blocks that each reader has.
     std::vector<Match> match(std::string_view hashes, size_t hash_bytes,
                              const std::vector<Reader>& readers) const;
 

@@ -56,16 +56,16 @@
 
 namespace kvserver {
 
-// What a hit at a boundary needs of a group that is not full attention: the chunks
-// [max(0, boundary - chunks), boundary); if `local_tokens` is set, those from the last multiple of
-// it on.
+// Need of a hit at a boundary, of a group that is not full attention: the chunks
+// [max(0, boundary - chunks), boundary). If `local_tokens` is set, the chunks from the last multiple
+// of it on.
 struct GroupNeed {
     uint16_t bit;
     uint32_t chunks;
     uint32_t local_tokens;
 };
 
-// How an engine's lookups hit. `full` has the bits of the groups of which a hit needs every chunk.
+// Rules of an engine's hits. `full` has the bits of the groups of which a hit needs every chunk.
 struct HitRules {
     uint16_t full = 1;
     uint32_t chunk_tokens = 1;
@@ -93,8 +93,8 @@ class WhatIf {
     // `sizes`: in pages, ascending. `protects`: they evict by SLRU.
     WhatIf(uint64_t secret, const std::array<uint64_t, kUnlimited>& sizes, bool protects = false);
 
-    // What each size would have found. `salt` is the namespace's. Throws std::invalid_argument
-    // unless `keys` is whole keys.
+    // Find the hit of each size. `salt` is the namespace's. Throws std::invalid_argument unless
+    // `keys` is whole keys.
     Hits lookup(uint64_t salt, std::string_view keys, const HitRules& rules);
 
     // The lookup's request ended: use the chunks that a size or the daemon had found, the first one
@@ -276,8 +276,8 @@ class WhatIf {
     std::vector<Stretch> stretches_;                // of a block
     std::array<uint32_t, kUnlimited> returning_{};  // chunks before it return soon after eviction
     std::vector<Looked> looked_;
-    // Of this call: objects of other groups are added; for each chunk, the sizes that store them
-    // if it returns (empty while others_ is).
+    // State of one call: true if objects of other groups are added; for each chunk, the sizes that
+    // store them if it returns (empty while others_ is).
     bool adds_others_ = false;
     std::vector<uint8_t> stores_others_;
     std::array<std::atomic<double>, kSizes> hit_tokens_{};
