@@ -78,9 +78,7 @@ class Lookups:
         return len(self._fills)
 
     def must_send(self, question: Question) -> bool:
-        """True if a lookup is to be sent: none is under way, and the answer is old or void. With an open breaker the lookup is a
-        miss.
-        """
+        """True if a lookup is to be sent: none is under way, and the answer is old or void. With an open breaker the lookup is a miss."""
         if question in self._waiting or question in self._in_flight or question in self._fills:
             return False
         now = time.monotonic()
@@ -153,9 +151,7 @@ class Lookups:
         self._fills.drop(question)
 
     def awaits_fill(self, question: Question) -> bool:
-        """True while the daemon still reads from L2 for the lookup. A pass looks for replies once, for any number of waiting
-        lookups.
-        """
+        """True while the daemon still reads from L2 for the lookup. A pass looks for replies once, for any number of waiting lookups."""
         if question not in self._fills:
             return False
         if not self._looked_at_fills:

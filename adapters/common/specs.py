@@ -15,9 +15,7 @@ from kvserver.protocol import ChunkContents, Durability
 
 @dataclass(slots=True)
 class CopySpec:
-    """Copy of objects of one group. Block ids are [position][member], packed by pack_blocks(). `copy_id` is unique within the
-    engine.
-    """
+    """Copy of objects of one group. Block ids are [position][member], packed by pack_blocks(). `copy_id` is unique within the engine."""
 
     kind: ClassVar[str]
     copy_id: int

@@ -41,9 +41,7 @@ class Chunks:
         self.resize(0)
 
     def resize(self, chunk_tokens: int, tails: bool = False) -> None:
-        """Set the size, as the daemon of this session states it. `tails`: it serves single blocks too, of the models that have
-        tails.
-        """
+        """Set the size, as the daemon of this session states it. `tails`: it serves single blocks too, of the models that have tails."""
         self.tokens = chunk_tokens_for(chunk_tokens, self.groups) if self.groups else 1
         self.object_blocks = [group.object_blocks(self.tokens) for group in self.groups]
         self.tails = tails and has_tails(self.groups, self.tokens)

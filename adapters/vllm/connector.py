@@ -199,15 +199,12 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return None
 
     def make_send_queue(self) -> SendQueue:
-        """Make the worker's send queue. On a GPU messages wait for the engine's work, which runs after the engine's thread has
-        queued it.
-        """
+        """Make the worker's send queue. On a GPU messages wait for the engine's work, which runs after the engine's thread has queued it."""
         on_gpu = self._registration is not None and self._registration.on_gpu
         return OrderedSendQueue(lambda: torch.cuda.Event(blocking=True)) if on_gpu else DirectSendQueue()
 
     def unregister_kv_caches(self, *args: Any, **kwargs: Any) -> None:
-        """Unregister the KV cache before vLLM's sleep frees the memory (0.33 and later). StillWritten if it must not; the sleep
-        fails then.
+        """Unregister the KV cache before vLLM's sleep frees the memory (0.33 and later). StillWritten if it must not; the sleep fails then.
 
         Returns once the daemon has closed its mappings. If it has not in time and no load runs, the daemon can only read, and
         publishes nothing of it. Then vLLM may free the memory, which stays in use until the daemon closes its mappings.

@@ -127,9 +127,7 @@ def _states_not_served(vllm_config: VllmConfig, spec: Any) -> str:
 
 
 def hash_block_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
-    """Number of tokens that each hash of a request covers more than its predecessor. With several groups it may be less than a
-    block.
-    """
+    """Number of tokens that each hash of a request covers more than its predecessor. With several groups it may be less than a block."""
     said: int | None = getattr(kv_cache_config, "hash_block_size", None)  # 0.32 and later
     groups = kv_cache_config.kv_cache_groups
     if said is None and len(groups) == 1:  # vLLM looks at its cache_config, which workers have as of the start

@@ -57,8 +57,8 @@
 namespace kvserver {
 
 // Need of a hit at a boundary, of a group that is not full attention: the chunks
-// [max(0, boundary - chunks), boundary). If `local_tokens` is set, the chunks from the last multiple
-// of it on.
+// [max(0, boundary - chunks), boundary). If `local_tokens` is set, the chunks from the last
+// multiple of it on.
 struct GroupNeed {
     uint16_t bit;
     uint32_t chunks;

@@ -23,9 +23,7 @@ from kvserver.cache.pages import page_count
 
 
 class ModelUse:
-    """Use of L1 by one model. `pages` includes the pages of detached chunks until they are freed. `share_pages` are kept for the
-    model.
-    """
+    """Use of L1 by one model. `pages` includes the pages of detached chunks until they are freed. `share_pages` are kept for the model."""
 
     __slots__ = ("chunks", "evicted_chunks", "never_loaded_chunks", "pages", "share_pages", "tail_blocks")
 

@@ -43,8 +43,7 @@ WHOLE_CHUNKS = GroupObjects(0, (), 0, 0)  # of a model with one object group: al
 
 
 class Groups:
-    """Object groups of a namespace. The slots of group g are numbers [first[g], first[g] + slots[g]), one for each rank that stores
-    it.
+    """Object groups of a namespace. The slots of group g are numbers [first[g], first[g] + slots[g]), one for each rank that stores it.
 
     - `masks[g]` has a bit for each of these numbers.
     - `full` has bit g for each group of which a hit needs every chunk.

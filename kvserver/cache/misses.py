@@ -32,8 +32,7 @@ class MissReason(str, Enum):
 
 
 class LookupOutcome(msgspec.Struct, frozen=True, gc=False):
-    """A hit at boundary `hit_chunks` of `chunks` chunks. The chunks behind it are missed; the first of them has position
-    `hit_chunks`.
+    """A hit at boundary `hit_chunks` of `chunks` chunks. The chunks behind it are missed; the first of them has position `hit_chunks`.
 
     All full groups have the first `full_chunks`; these are more than the hit if other groups' objects are missing. The hit
     includes the blocks of the next `tail_tokens` tokens: of the first missed chunk, or behind the last chunk.

@@ -21,9 +21,7 @@ from kvserver.cache.eviction import RingChunk, empty_ring, link, oldest, unlink
 
 
 class Shares:
-    """Shares by model, in `pages`. REQUIRES: if there are any, chunks are RingChunks, as those of all policies of
-    `--eviction-policy` are.
-    """
+    """Shares by model, in `pages`. REQUIRES: if there are any, chunks are RingChunks, as those of all policies of `--eviction-policy` are."""
 
     def __init__(self, pages: Mapping[ModelUse, int]) -> None:
         self._spared = {model: empty_ring() for model in pages}

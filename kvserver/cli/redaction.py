@@ -43,9 +43,7 @@ _OF_LOGS = (
 
 
 class Redactor:
-    """Redactor of one machine's texts. `secrets`: values to remove. `homes` and `users`: beside those of the machine's list of
-    users.
-    """
+    """Redactor of one machine's texts. `secrets`: values to remove. `homes` and `users`: beside those of the machine's list of users."""
 
     def __init__(self, secrets: Iterable[str] = (), homes: Iterable[str] = (), users: Iterable[str] = ()) -> None:
         known = {one for secret in secrets for one in forms_of(secret) if len(one) >= _SHORTEST}

@@ -33,9 +33,7 @@ class Scroll:
         return bool(pressed) and not any(key in _QUITS for key in pressed)
 
     def shown(self, lines: Sequence[T], rows: int) -> tuple[list[T], str]:
-        """Lines that fit into so many rows, and the text of the last row, "" if all lines are shown. The position ends at the last
-        line.
-        """
+        """Lines that fit into so many rows, and the text of the last row, "" if all lines are shown. The position ends at the last line."""
         self._page = max(1, rows - 2)
         self._hidden = max(0, min(self._hidden, len(lines) - 1 - self._page))
         if len(lines) <= rows or rows < 3:

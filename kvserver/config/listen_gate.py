@@ -49,8 +49,7 @@ class _Entry(NamedTuple):
 
 
 class ListenGate:
-    """Gate of one ZMQ socket. REQUIRES: made before the socket is bound; closed before the socket is. Listeners bound in between are
-    gated.
+    """Gate of one ZMQ socket. REQUIRES: made before the socket is bound; closed before the socket is. Listeners bound in between are gated.
 
     `on_failed`: called in the gate's thread with the report of a connection that libzmq did not accept.
     """

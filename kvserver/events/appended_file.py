@@ -15,9 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class AppendedFile:
-    """A file open for appending. REQUIRES: one thread calls all but reopen(). OSError if the file cannot be opened, or a write
-    fails.
-    """
+    """A file open for appending. REQUIRES: one thread calls all but reopen(). OSError if the file cannot be opened, or a write fails."""
 
     def __init__(self, path: str, mode: int = 0o666) -> None:
         """`mode`: permissions of a file that is made, less the umask."""

@@ -168,9 +168,7 @@ class LocalTier(StorageTier, Protocol):
         ...
 
     def count(self, prefixes: tuple[bytes, ...]) -> int:
-        """Number of objects in the namespaces with one of these prefixes. In memory only; the time grows with the number of
-        namespaces.
-        """
+        """Number of objects in the namespaces with one of these prefixes. In memory only; the time grows with the number of namespaces."""
         ...
 
     def walk(self) -> Iterator[tuple[bytes, int, bytes]]:

@@ -68,9 +68,7 @@ def connect(connection: socket.socket, path: str) -> None:
 
 
 def why_refused(connection: socket.socket) -> str:
-    """Reason why the daemon at the other end of a Unix socket refuses this user; "" if it does not. It sees the connection's
-    credentials.
-    """
+    """Reason why the daemon at the other end of a Unix socket refuses this user's credentials; "" if it does not."""
     size = struct.calcsize("3i")
     _pid, owner, _gid = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     uid = os.geteuid()

@@ -29,8 +29,7 @@ class RoundRobin:
 
 
 class PrefixAffinity:
-    """Router to the machine with most of the prompt in L1, if it has half. Else, and among equals, to the one that has computed
-    least.
+    """Router to the machine with most of the prompt in L1, if it has half. Else, and among equals, to the one that has computed least.
 
     A shorter match decides nothing: all prompts with one system prompt would go to one machine. It knows every L1 as it is now.
     """

@@ -246,9 +246,7 @@ class KVIndex:
         hash_bytes: int,
         tokens: int,
     ) -> list[int]:
-        """Blocks of the hit in each of these tiers, where hits are multiples of `blocks` blocks. A tier is the owners' bits of each
-        group.
-        """
+        """Blocks of the hit in each of these tiers, where hits are multiples of `blocks` blocks. A tier is the owners' bits of each group."""
         if not any(map(any, tiers)):
             return [0] * len(tiers)
         groups, size = engine.object_groups, blocks * engine.block_tokens

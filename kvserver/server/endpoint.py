@@ -171,9 +171,7 @@ def _refuse_open_network(url: str, host: str | None) -> None:
 
 
 def _refuse_other_users(router: zmq.Socket[bytes]) -> None:
-    """Refuse other users at an ipc endpoint whose file became writable for them, as lifelines do. REQUIRES: the socket is not bound
-    yet.
-    """
+    """Refuse other users at an ipc endpoint whose file became writable for them, as lifelines do. REQUIRES: the socket is not bound yet."""
     try:
         for uid in {os.getuid(), 0}:
             router.setsockopt(zmq.IPC_FILTER_UID, uid)

@@ -76,8 +76,7 @@ Part: TypeAlias = tuple[int, int]  # rank, object group
 
 
 class LoadWaits:
-    """Loads of an instance of which a part has not ended. A load has a part for each rank and object group; a request waits for the
-    slowest.
+    """Loads of an instance of which a part has not ended. A load has a part for each rank and object group; a request waits for the slowest.
 
     A part that never begins leaves a load behind, until the same request loads again or _MOST_WAITS other loads began.
     """
@@ -88,9 +87,7 @@ class LoadWaits:
     def ended(
         self, request_id: str, part: Part, parts: int, arrived_ns: int, ended_ns: int, tokens: int
     ) -> tuple[int, float] | None:
-        """Note the end of one of `parts` parts; for the last one return the load's (tokens, seconds). `tokens` is 0 if the part
-        failed.
-        """
+        """Note the end of one of `parts` parts; for the last one return the load's (tokens, seconds). `tokens` is 0 if the part failed."""
         if parts == 1 or not request_id:  # older engines do not name their requests: rank 0's is taken for all
             return None if parts > 1 and any(part) else (tokens, (ended_ns - arrived_ns) * 1e-9)
         ended = self._loads.setdefault(request_id, {})

@@ -108,9 +108,7 @@ def _name(host: str) -> str:
 
 
 def _foreign_origin(method: str, host: str, headers: Message) -> str:
-    """Reason to believe that the request comes from another site; "" if there is none. Browsers always send these headers, other
-    programs never.
-    """
+    """Reason to believe that the request comes from another site; "" if there is none. Browsers always send these headers, other programs never."""
     for origin in headers.get_all("Origin", []):
         scheme, _, rest = origin.strip().partition("://")
         if scheme.lower() not in ("http", "https") or rest.lower() != host.lower():

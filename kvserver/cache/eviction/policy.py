@@ -30,9 +30,7 @@ class EvictionPolicy(Protocol):
         """
 
     def use(self, chunks: Iterable[Chunk]) -> None:
-        """Track chunks that were used again, as track(): a request that had found them ended, or they are stored soon after their
-        eviction.
-        """
+        """Track chunks that were used again, as track(): a request that had found them ended, or they are stored soon after their eviction."""
 
     def pop_incomplete(self) -> Chunk | None:
         """Pop a chunk that is not READY and that no store fills, as pop_chunk(). The cache evicts these before all others."""

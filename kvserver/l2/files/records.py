@@ -147,8 +147,7 @@ class FileRecords:
         return self._table.live_journal_bytes > self._writer.most_live_bytes
 
     def make_room(self, pages: int, more: int) -> tuple[bool, int]:
-        """Evict until so many pages are free or will be, and `more` as far as possible. Returns (False if `pages` never will be,
-        evictions).
+        """Evict until so many pages are free or will be, and `more` as far as possible. Returns (False if `pages` never will be, evictions).
 
         Drops go to the journal together, and only then their pages are free. Were records evicted put by put, each put would wait
         for a write of the journal. REQUIRES: more >= pages.
