@@ -285,7 +285,7 @@ def _evicted_before(request: Request, evicted: Sequence[ChunksEvicted]) -> float
 def _fit(request_id: str, client_id: str) -> bool | None:
     """Match of the client's id with the engine's name for a request.
 
-    True if the name contains the client's id whole, False if it only begins so, None if it does not.
+    True if the name has the client's id whole, False if the name only begins with it, None otherwise.
     """
     begin = match.end() if (match := _SAMPLE.match(request_id)) else 0
     starts = {0, begin}

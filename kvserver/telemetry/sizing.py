@@ -1,7 +1,7 @@
 """Advice on L1's size: what a larger L1 would have found that L1 and L2 together did not, and what reads from L2 cost.
 
 L2 may already serve what a larger L1 would find. Without that comparison the advice would be an L1 four times as large for 0.1%
-more hits. But requests wait for reads from L2. So the advice states those seconds, and how many of them a larger L1 would have
+more. But requests wait for reads from L2. So the advice states those seconds, and how many of them a larger L1 would have
 spared.
 
 Owns: the sentences. Refuses to know: how the curve is counted (`what_if`), tiers.

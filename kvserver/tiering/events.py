@@ -1,10 +1,11 @@
-"""Publishes what the local tiers of L2 hold together: an object is stored when the first tier has it, and removed when none has it any more.
+"""Publishes what the local tiers of L2 hold together: an object is stored when the first tier has it, and removed when the last one
+lost it.
 
 Tiers that other daemons write to are left out: their stores drop objects without notice. A resync publishes what a tier found at
 its start, and what tiers hold when one of them becomes readable or unreadable.
 
-A change during a resync has a problem: whether the resync has named the object already is not known. So the change is published
-as a removal, and as a store if a tier holds the object. The resync names it no more: a slice was copied from the tier before the
+While a resync runs, it is not known whether it has named an object already. So a change of an object is published as a removal,
+and as a store if a tier holds the object. The resync then leaves that object out: a slice was copied from the tier before the
 changes that are published ahead of it.
 
 Owns: the changes of this turn. Refuses to know: which part receives the events, what is in L1. In memory only.

@@ -1,9 +1,9 @@
 """Spill: READY objects are written behind from L1 to the tiers of L2.
 
 Not every object is offered to every tier:
-- no tier: objects that no later start of an engine can find;
-- no tier that machines share: objects that must stay on this machine;
-- a tier with `read_only=true`: nothing.
+- Objects that no later start of an engine can find are offered to no tier.
+- Objects that must stay on this machine are offered to no tier that machines share.
+- A tier with `read_only=true` is offered nothing.
 
 A queued object is not pinned: eviction never waits for storage. An object that left L1 before its turn is dropped and counted. It
 is pinned from its turn until its put ends. Keys are queued in the order of a prompt, so that parents are written first. A dropped

@@ -2,7 +2,7 @@
 
 Two kinds of clients are refused:
 - A *web page* in a browser on this machine can send requests to a loopback address as any program can. Its requests carry its
-  Origin. If its own name was made to resolve to this address (DNS rebinding), they carry that name as Host.
+  Origin. If the page's own name was made to resolve to this address (DNS rebinding), they carry that name as Host.
 - *Clients on the network* can connect to an address off loopback. There every client needs a token. Exempt are the pages of
   probes and scrapers, and the page's shell, which has a form for the token. The peer's address decides nothing: proxies and port
   forwarding hide it.
