@@ -1,5 +1,4 @@
-"""Publishes what the local tiers of L2 hold together: an object is stored when the first tier has it, and removed when the last one
-lost it.
+"""Publishes what the local tiers of L2 hold together: an object is stored when the first has it, and removed when none has it.
 
 Tiers that other daemons write to are left out: their stores drop objects without notice. A resync publishes what a tier found at
 its start, and what tiers hold when one of them becomes readable or unreadable.
