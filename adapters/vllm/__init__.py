@@ -1,7 +1,7 @@
 """The vLLM adapter, which vLLM finds by its plugin or by `kv_connector_module_path`.
 
 - `connector` is vLLM's interface, and keeps exceptions out of the engine.
-- `scheduler` decides what to look up, load and store.
+- `scheduler` is the order of what each call of vLLM's does. Its parts are `loading`, `storing` and `reporting`.
 - `registration` is made of `planes` and `memory` in `adapters.common`, and of `identity` here.
 - `events` are the blocks of the daemon's tiers as vLLM's KV events.
 
