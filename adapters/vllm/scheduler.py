@@ -1,7 +1,9 @@
 """The scheduler half: the order of what each call of vLLM's does, and the plan of the step.
 
-Refuses to know: memory, copies, tensors, how messages reach the daemon, and what loads (`loading`), stores (`storing`) and reports
-(`reporting`) consist of. Runs on the engine's scheduler thread. A call does several things: each is done even if another one raises.
+A call does several things: each is done even if another one raises. Runs on the engine's scheduler thread.
+
+Refuses to know: memory, copies, tensors, how messages reach the daemon, and what loads (`loading`), stores (`storing`) and
+reports (`reporting`) consist of.
 """
 
 from __future__ import annotations
@@ -224,7 +226,7 @@ class SchedulerHalf:
 
     @property
     def has_pending_work(self) -> bool:
-        """Whether an idle engine should step on: stores or records wait to be sent, or a store's end is awaited."""
+        """True if an idle engine should step on: stores or records wait to be sent, or a store's end is awaited."""
         return self._storing.awaited or (self.connected and self._reporting.has_unsent_records)
 
     # ---- reports of workers -------------------------------------------------------------------
@@ -269,7 +271,7 @@ class SchedulerHalf:
     # ---- end of requests, cache resets, shutdown ----------------------------------------------
 
     def request_finished(self, request: Request, tables: Tables) -> None:
-        """Also of requests that ran without cache: the daemon counts every prompt."""
+        """End the request. Requests that ran without cache are ended, too: the daemon counts every prompt."""
         state = self._requests.pop(request.request_id, None)
         self._shortage.ended(request)
         self._loading.request_ended(request.request_id, tables)

@@ -29,7 +29,7 @@ SERVING_MODES: tuple[str, ...] = get_args(ServingMode)
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of one daemon. Field `l1_size` is flag `--l1-size`, `KVSERVER_L1_SIZE`, TOML key `l1-size`."""
+    """Settings of one daemon. Field `l1_size` is flag `--l1-size`, `KVSERVER_L1_SIZE`, TOML key `l1-size`."""
 
     endpoint: Annotated[
         str,
