@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import TypeAlias
 
 from kvserver.kv_events.descriptions import extra_keys_of
@@ -40,7 +40,7 @@ MOST_QUEUED = 1 << 16  # stored or removed chunks; an engine that falls further 
 _REPLIES_AHEAD = 8  # replies to prepare in advance
 _PART = 64  # chunks prepared at a time; other threads may run in between
 
-_Change: TypeAlias = tuple[bool, Tier, KVChunk]  # True: stored; False: removed
+_Change: TypeAlias = tuple[bool, Tier, KVChunk] | None  # True: stored; False: removed. None: the end of the snapshot
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class _FeedCursor:
         self.ready: deque[KVBlocks | None] = deque()  # None: the end of the snapshot
         self._events: deque[KVStored | KVRemoved] = deque()
         self._changes: Iterator[_Change] = iter(())  # of the snapshot, then of one event
-        self._past_snapshot = False
+        self._unfinished = True
         self._ledgers = Ledgers()  # used by the worker only
         self._start = self._end = 0  # cursors before and after the last reply
         self._last_reply: list[KVBlocks] = []
@@ -181,14 +181,13 @@ class _FeedCursor:
     @property
     def wants_work(self) -> bool:
         enough = len(self.ready) >= _REPLIES_AHEAD * MOST_EVENTS // 2
-        unfinished = not self._past_snapshot or bool(self._events)
-        return unfinished and not (enough or self.at_work or self.dropped)
+        return self._unfinished and not (enough or self.at_work or self.dropped)
 
     def start(self, number: int, chunks: list[tuple[Tier, KVChunk]]) -> None:
         """`chunks`: those of both tiers after event `number`, which observe() may not have received yet."""
         self.started = True
         self._snapshot_at = number
-        self._changes = ((True, tier, chunk) for tier, chunk in chunks)
+        self._changes = chain(((True, tier, chunk) for tier, chunk in chunks), [None])
         while self._events and self._events[0].number <= number:
             self.queued -= len(self._events.popleft().chunks)
 
@@ -196,6 +195,7 @@ class _FeedCursor:
         if self.dropped or event.number <= self._snapshot_at:
             return
         self._events.append(event)
+        self._unfinished = True
         self.queued += len(event.chunks)
         if self.queued > most:
             self.drop()
@@ -211,10 +211,8 @@ class _FeedCursor:
         while not self.dropped and len(self.ready) < _REPLIES_AHEAD * MOST_EVENTS:
             if part := list(islice(self._changes, _PART)):
                 return part
-            if not self._past_snapshot:
-                self._past_snapshot = True
-                self.ready.append(None)
             if not self._events:
+                self._unfinished = False
                 break
             event = self._events.popleft()
             self.queued -= len(event.chunks)
@@ -222,10 +220,14 @@ class _FeedCursor:
         self.at_work = False
         return None
 
-    def blocks_of(self, part: list[_Change]) -> list[KVBlocks]:
+    def blocks_of(self, part: list[_Change]) -> list[KVBlocks | None]:
         """In the worker's thread."""
-        found: list[KVBlocks] = []
-        for stored, tier, chunk in part:
+        found: list[KVBlocks | None] = []
+        for change in part:
+            if change is None:
+                found.append(None)
+                continue
+            stored, tier, chunk = change
             description = chunk.description
             groups, ledger = description.members, self._ledgers[tier, description.members]
             make = _stored_blocks if stored else _removed_blocks

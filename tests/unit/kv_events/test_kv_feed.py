@@ -223,6 +223,18 @@ def test_an_engine_that_falls_behind_begins_anew_and_loses_nothing() -> None:
     assert engine.before == set()
 
 
+def test_an_event_whose_preparation_paused_is_delivered_without_another_event(world: World) -> None:
+    world.reader(groups=(KVGroup("full_attention"),) * 3)  # three blocks a chunk: enough is ready inside the event
+    world.reader("later", OTHER)
+    engine, later = (Follower(world.feed.take_kv_events, name) for name in ("engine", "later"))
+    engine.catch_up()
+    one = Prompt(range(8 * 256))
+    world.store(one)
+    wait_until(lambda: later.step().whole)  # one thread prepares for both: it has paused for the first one
+    engine.catch_up()
+    assert {name for _, group, name in engine.names if group == 2} == set(one.hashes)
+
+
 def test_another_namespace_prefix_begins_anew(world: World) -> None:
     world.reader()
     engine = Follower(world.feed.take_kv_events)
