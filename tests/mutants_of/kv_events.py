@@ -31,7 +31,7 @@ MUTANTS = (
     # ---- feed.py ------------------------------------------------------------------------------------
     Mutant(
         "an engine announces an object in KV cache groups that it has no blocks of",
-        FEED, "_FeedCursor.blocks_of", "groups or ", "",
+        FEED, "_FeedCursor.blocks_of", "chunk.description.members or ", "",
         ("adapters/test_kv_events_groups.py::test_what_is_stored_dropped_and_cleared_is_named_by_group",),
     ),
     Mutant(
@@ -40,13 +40,12 @@ MUTANTS = (
     ),
     Mutant(
         "what happened since the snapshot is lost with its end",
-        FEED, "_FeedCursor._pop", "self.whole = True", "self.whole = True; self.ready.clear()",
+        FEED, "_FeedCursor._pop", "self._whole = True", "self._whole = True; self.ready.clear()",
         ("unit/kv_events/test_kv_feed.py::test_what_happens_after_the_snapshot_is_in_the_same_reply_behind_it",),
     ),
     Mutant(
         "a reply that was lost does not come again",
-        FEED, "_FeedCursor.advance", "if (request.cursor if request.follow == self.number else 0) == self._end:",
-        "if True:", CONSUMERS,
+        FEED, "_FeedCursor.advance", "if at == self._end:", "if True:", CONSUMERS,
     ),
     # ---- hub.py -------------------------------------------------------------------------------------
     Mutant(
