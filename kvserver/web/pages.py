@@ -177,7 +177,8 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     rbufsize = 0  # _HeadReader is the buffer
     timeout = IDLE_SECONDS + 1  # of one read or write; the deadlines of Connections are shorter
-    wbufsize = -1  # head and body are sent together: a separate body would wait for the peer's delayed acknowledgement
+    wbufsize = -1  # a head and a small body are sent together
+    disable_nagle_algorithm = True  # else the end of a larger body waits 40 ms for the peer's delayed acknowledgement
 
     # ---- reading a request ------------------------------------------------------------------------
 

@@ -47,6 +47,11 @@ MUTANTS = (
         "a reply that was lost does not come again",
         FEED, "_FeedCursor.advance", "if at == self._end:", "if True:", CONSUMERS,
     ),
+    Mutant(
+        "an event whose preparation paused waits for another event",
+        FEED, "_FeedCursor.wants_work", "self._unfinished and", "(not self.started or bool(self._events)) and",
+        ("unit/kv_events/test_kv_feed.py::test_an_event_whose_preparation_paused_is_delivered_without_another_event",),
+    ),
     # ---- hub.py -------------------------------------------------------------------------------------
     Mutant(
         "a chunk that is described again is published again",
