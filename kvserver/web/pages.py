@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 LOOP_DEADLINE_SECONDS = 1.0  # most that a page waits for the loop
 STUCK_SECONDS = 5.0  # a loop without a turn for this long is not ready
-_MOST_HEAD_BYTES = 64 << 10  # the request line and all headers
+_MOST_HEAD_BYTES = (64 << 10) + 1  # the request line and all headers; the standard library refuses a line of so many
 
 
 class StatusPages(Connections):
@@ -146,7 +146,7 @@ class StatusPages(Connections):
         return {**self._settings, "serving": {**self._settings["serving"], **now}}
 
     def not_ready(self) -> str | None:
-        """Why this daemon should receive no traffic, or None."""
+        """The reason for which this daemon should receive no traffic, or None."""
         stuck = self.kvserver.seconds_since_turn
         if stuck > STUCK_SECONDS:
             return f"the event loop has not turned for {stuck:.1f} s"
@@ -165,7 +165,7 @@ class _HeadReader(io.BufferedReader):
         self.left -= len(line)
         if self.left < 0:
             raise http.client.LineTooLong("head")
-        if not line.endswith(b"\n"):
+        if len(line) < most and not line.endswith(b"\n"):
             raise ConnectionResetError("the request ended in the middle of its head")
         return line
 
@@ -196,11 +196,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         self.server.enter(self._visit, Phase.SENDING, REQUEST_SECONDS)
         self._reader.left = _MOST_HEAD_BYTES
-        try:
-            super().handle_one_request()
-        except http.client.LineTooLong:  # of the first line; parse_request handles the headers
-            self.requestline, self.request_version, self.command = "", "HTTP/1.0", ""
-            self.send_error(431)
+        super().handle_one_request()
         if not self.server.enter(self._visit, Phase.IDLE, IDLE_SECONDS):
             self.close_connection = True
 
