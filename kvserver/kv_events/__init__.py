@@ -3,6 +3,9 @@
 `types` are the events that observers receive. `hub` makes them from the loop's events, with the contents of each chunk:
 `descriptions` reads these from stores, and `described` keeps them. `observers` makes and runs the observers: `publisher` (ZMQ),
 `feed` (engines that publish events themselves) and `lines` (a file). `ledger` counts blocks for them.
+
+The feed and a stream share no log. A stream keeps encoded batches for all its subscribers, and drops the oldest ones. The feed keeps
+references to chunks for one engine, and restarts an engine that falls behind from a snapshot.
 """
 
 from kvserver.kv_events.feed import Feed

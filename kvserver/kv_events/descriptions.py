@@ -63,17 +63,15 @@ def of_objects(chunk: Description, objects: GroupObjects) -> Description | None:
     first = chunk.blocks - step * objects.blocks
     if rest or first < 0:
         return None
-    width, keys = chunk.hash_bytes, _raw_list.decode(chunk.extra_keys)[first:] if chunk.extra_keys else []
-    ends = range((first + step) * width, len(chunk.hashes) + 1, step * width)
-    found = Description(
-        width,
-        b"".join([chunk.hashes[end - width : end] for end in ends]),
-        chunk.hashes[(first - 1) * width : first * width] if first else chunk.parent,
-        chunk.tokens[first * chunk.block_tokens * TOKEN_BYTES :],
-        objects.block_tokens,
-        chunk.lora_name,
-        _joined([_merged(keys[at : at + step], chunk.block_tokens) for at in range(0, len(keys), step)]),
-        objects.members,
+    part, width = part_of(chunk, first, chunk.blocks), chunk.hash_bytes
+    keys = _raw_list.decode(part.extra_keys) if part.extra_keys else []
+    ends = range(step * width, len(part.hashes) + 1, step * width)
+    found = msgspec.structs.replace(
+        part,
+        hashes=b"".join([part.hashes[end - width : end] for end in ends]),
+        block_tokens=objects.block_tokens,
+        extra_keys=_joined([_merged(keys[at : at + step], chunk.block_tokens) for at in range(0, len(keys), step)]),
+        members=objects.members,
     )
     if step == 1 or objects.number:
         return found
@@ -94,11 +92,19 @@ def _merged(parts: list[msgspec.Raw], block_tokens: int) -> bytes:
     return _list_of(len(found)) + b"".join(found) if found else _NIL
 
 
-def extra_keys_of(description: Description, first: int, last: int) -> bytes:
-    """The extra keys of blocks [first, last), in the same form."""
-    if not description.extra_keys:
-        return b""
-    return _joined([bytes(raw) for raw in _raw_list.decode(description.extra_keys)[first:last]])
+def part_of(chunk: Description, first: int, last: int) -> Description:
+    """Blocks [first, last) of the chunk. REQUIRES: valid extra keys."""
+    if (first, last) == (0, chunk.blocks):
+        return chunk
+    width, size = chunk.hash_bytes, chunk.block_tokens * TOKEN_BYTES
+    keys = _raw_list.decode(chunk.extra_keys)[first:last] if chunk.extra_keys else []
+    return msgspec.structs.replace(
+        chunk,
+        hashes=chunk.hashes[first * width : last * width],
+        parent=chunk.hashes[(first - 1) * width : first * width] if first else chunk.parent,
+        tokens=chunk.tokens[first * size : last * size],
+        extra_keys=_joined([bytes(raw) for raw in keys]),
+    )
 
 
 def _checked(raw: bytes, blocks: int) -> list[bytes] | None:

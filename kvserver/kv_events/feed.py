@@ -13,10 +13,9 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import TypeAlias
 
-from kvserver.kv_events.descriptions import extra_keys_of
 from kvserver.kv_events.ledger import Ledgers
 from kvserver.kv_events.types import (
     Description,
@@ -29,7 +28,7 @@ from kvserver.kv_events.types import (
     ReaderDisconnected,
     Tier,
 )
-from kvserver.protocol import TOKEN_BYTES, KVBlocks, KVEventsTaken, TakeKVEvents
+from kvserver.protocol import KVBlocks, KVEventsTaken, TakeKVEvents
 from kvserver.protocol.kv_status import FeedStatus, FollowerStatus
 
 log = logging.getLogger(__name__)
@@ -40,7 +39,7 @@ MOST_QUEUED = 1 << 16  # stored or removed chunks; an engine that falls further 
 _REPLIES_AHEAD = 8  # replies to prepare in advance
 _PART = 64  # chunks prepared at a time; other threads may run in between
 
-_Change: TypeAlias = tuple[bool, Tier, KVChunk]  # True: stored; False: removed
+_Change: TypeAlias = tuple[bool, Tier, KVChunk] | None  # True: stored; False: removed. None: the end of the snapshot
 
 
 @dataclass(frozen=True)
@@ -71,9 +70,8 @@ class Feed:
             if reader is None or reader.incarnation != request.incarnation:
                 return nothing
             cursor = self._cursors.get(request.instance_id)
-            if cursor is None or cursor.dropped or not cursor.matches(request):
+            if cursor is None or cursor.dropped or not cursor.advance(request):
                 cursor = self._new_cursor(request.instance_id, reader)
-            cursor.advance(request)
             self._prepare_soon(cursor)
             return cursor.reply()
         finally:
@@ -99,16 +97,7 @@ class Feed:
 
     def status(self) -> FeedStatus:
         with self._lock:
-            followers = [
-                FollowerStatus(
-                    instance_id=instance_id,
-                    follow=cursor.number,
-                    whole=cursor.whole,
-                    queued_chunks=cursor.queued,
-                    unbalanced_blocks=cursor.unbalanced,
-                )
-                for instance_id, cursor in self._cursors.items()
-            ]
+            followers = [cursor.status(instance_id) for instance_id, cursor in self._cursors.items()]
             return FeedStatus(beginnings=self._beginnings, followers=followers)
 
     def close(self) -> None:
@@ -139,14 +128,14 @@ class Feed:
                 number, chunks = self._snapshot(cursor.reader.namespace_prefix)
                 with self._lock:
                     cursor.start(number, chunks)
+            blocks: list[KVBlocks | None] = []
             while True:
                 with self._lock:
+                    cursor.ready += blocks
                     part = cursor.next_part()
                 if part is None:
                     return
                 blocks = cursor.blocks_of(part)
-                with self._lock:
-                    cursor.ready += blocks
                 time.sleep(0)  # lets other threads run
         except Exception:
             log.exception("KV feed %s failed; it restarts from a snapshot", cursor.number)
@@ -163,46 +152,51 @@ class _FeedCursor:
         self.dropped = False  # its engine must restart from a snapshot
         self.started = False
         self._snapshot_at = 0  # the number of the last event in the snapshot
-        self.whole = False
+        self._whole = False
         self.at_work = False  # the worker runs it or will run it
-        self.queued = 0  # chunks in `_events`
+        self._queued = 0  # chunks in `_events`
         self.ready: deque[KVBlocks | None] = deque()  # None: the end of the snapshot
         self._events: deque[KVStored | KVRemoved] = deque()
         self._changes: Iterator[_Change] = iter(())  # of the snapshot, then of one event
-        self._past_snapshot = False
+        self._unfinished = True
         self._ledgers = Ledgers()  # used by the worker only
         self._start = self._end = 0  # cursors before and after the last reply
         self._last_reply: list[KVBlocks] = []
 
-    @property
-    def unbalanced(self) -> int:
-        return sum(ledger.unbalanced for ledger in list(self._ledgers.values()))
+    def status(self, instance_id: str) -> FollowerStatus:
+        return FollowerStatus(
+            instance_id=instance_id,
+            follow=self.number,
+            whole=self._whole,
+            queued_chunks=self._queued,
+            unbalanced_blocks=self._ledgers.total(lambda ledger: ledger.unbalanced),
+        )
 
     @property
     def wants_work(self) -> bool:
         enough = len(self.ready) >= _REPLIES_AHEAD * MOST_EVENTS // 2
-        unfinished = not self._past_snapshot or bool(self._events)
-        return unfinished and not (enough or self.at_work or self.dropped)
+        return self._unfinished and not (enough or self.at_work or self.dropped)
 
     def start(self, number: int, chunks: list[tuple[Tier, KVChunk]]) -> None:
         """`chunks`: those of both tiers after event `number`, which observe() may not have received yet."""
         self.started = True
         self._snapshot_at = number
-        self._changes = ((True, tier, chunk) for tier, chunk in chunks)
+        self._changes = chain(((True, tier, chunk) for tier, chunk in chunks), [None])
         while self._events and self._events[0].number <= number:
-            self.queued -= len(self._events.popleft().chunks)
+            self._queued -= len(self._events.popleft().chunks)
 
     def queue_event(self, event: KVStored | KVRemoved, most: int) -> None:
         if self.dropped or event.number <= self._snapshot_at:
             return
         self._events.append(event)
-        self.queued += len(event.chunks)
-        if self.queued > most:
+        self._unfinished = True
+        self._queued += len(event.chunks)
+        if self._queued > most:
             self.drop()
 
     def drop(self) -> None:
         """Forget everything: the engine's next request restarts from a snapshot."""
-        self.dropped, self.queued = True, 0
+        self.dropped, self._queued = True, 0
         self._events.clear()
         self.ready.clear()
 
@@ -211,44 +205,42 @@ class _FeedCursor:
         while not self.dropped and len(self.ready) < _REPLIES_AHEAD * MOST_EVENTS:
             if part := list(islice(self._changes, _PART)):
                 return part
-            if not self._past_snapshot:
-                self._past_snapshot = True
-                self.ready.append(None)
             if not self._events:
+                self._unfinished = False
                 break
             event = self._events.popleft()
-            self.queued -= len(event.chunks)
+            self._queued -= len(event.chunks)
             self._changes = iter([(isinstance(event, KVStored), event.tier, chunk) for chunk in event.chunks])
         self.at_work = False
         return None
 
-    def blocks_of(self, part: list[_Change]) -> list[KVBlocks]:
+    def blocks_of(self, part: list[_Change]) -> list[KVBlocks | None]:
         """In the worker's thread."""
-        found: list[KVBlocks] = []
-        for stored, tier, chunk in part:
-            description = chunk.description
-            groups, ledger = description.members, self._ledgers[tier, description.members]
-            make = _stored_blocks if stored else _removed_blocks
-            for first, last in ledger.stored(description) if stored else ledger.removed(description):
-                found += [make(tier, description, first, last, group) for group in groups or range(self.reader.groups)]
+        found: list[KVBlocks | None] = []
+        for change in part:
+            if change is None:
+                found.append(None)
+            else:
+                stored, tier, chunk = change
+                groups = chunk.description.members or range(self.reader.groups)
+                for run in self._ledgers.count(stored, tier, chunk.description):
+                    found += [_blocks(stored, tier, run, group) for group in groups]
         return found
 
-    def matches(self, request: TakeKVEvents) -> bool:
-        """True if the engine is where this cursor is. An engine without any events may start with the first reply."""
-        if request.follow != self.number:
-            return self._start == 0
-        return request.cursor in (self._start, self._end)
-
-    def advance(self, request: TakeKVEvents) -> None:
-        """To the next reply, unless the last one was lost on its way. REQUIRES: matches(request)."""
-        if (request.cursor if request.follow == self.number else 0) == self._end:
+    def advance(self, request: TakeKVEvents) -> bool:
+        """Advance to the next reply, unless the last one was lost on its way. False if the engine is elsewhere."""
+        at = request.cursor if request.follow == self.number else 0  # an engine without any events is at the start
+        if at == self._end:
             self._start = self._end
             self._last_reply = self._pop()
             self._end += len(self._last_reply)
+        return at == self._start
 
     def reply(self) -> KVEventsTaken:
         more = self.at_work or bool(self.ready)
-        return KVEventsTaken(follow=self.number, cursor=self._end, events=self._last_reply, whole=self.whole, more=more)
+        return KVEventsTaken(
+            follow=self.number, cursor=self._end, events=self._last_reply, whole=self._whole, more=more
+        )
 
     def _pop(self) -> list[KVBlocks]:
         found: list[KVBlocks] = []
@@ -256,29 +248,13 @@ class _FeedCursor:
         while self.ready and len(found) < MOST_EVENTS and size < MOST_BYTES:
             blocks = self.ready.popleft()
             if blocks is None:
-                self.whole = True
+                self._whole = True
             else:
                 found.append(blocks)
                 size += len(blocks.hashes) + len(blocks.tokens) + len(blocks.extra_keys)
         return found
 
 
-def _stored_blocks(tier: Tier, of: Description, first: int, last: int, group: int) -> KVBlocks:
-    size, tokens = of.hash_bytes, of.block_tokens * TOKEN_BYTES
-    return KVBlocks(
-        stored=True,
-        medium=tier.value,
-        hash_bytes=size,
-        hashes=of.hashes[first * size : last * size],
-        group=group,
-        block_tokens=of.block_tokens,
-        parent=of.hashes[(first - 1) * size : first * size] if first else of.parent,
-        tokens=of.tokens[first * tokens : last * tokens],
-        lora_name=of.lora_name,
-        extra_keys=extra_keys_of(of, first, last),
-    )
-
-
-def _removed_blocks(tier: Tier, of: Description, first: int, last: int, group: int) -> KVBlocks:
-    hashes = of.hashes[first * of.hash_bytes : last * of.hash_bytes]
-    return KVBlocks(stored=False, medium=tier.value, hash_bytes=of.hash_bytes, hashes=hashes, group=group)
+def _blocks(stored: bool, tier: Tier, of: Description, group: int) -> KVBlocks:
+    contents = (of.block_tokens, of.parent, of.tokens, of.lora_name, of.extra_keys) if stored else ()
+    return KVBlocks(stored, tier.value, of.hash_bytes, of.hashes, group, *contents)

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import secrets
 from collections import defaultdict
+from collections.abc import Callable
 
 from kvserver._native import HashCounts
+from kvserver.kv_events.descriptions import part_of
 from kvserver.kv_events.types import Description, Members, Tier
 
 Run = tuple[int, int]  # blocks [first, last) of a chunk
@@ -41,11 +43,20 @@ class Ledger:
         return self._counts.memory_bytes
 
 
-class Ledgers(defaultdict[tuple[Tier, Members], Ledger]):
+class Ledgers:
     """A ledger for each tier and the KV cache groups of a Description: groups name different blocks by the same hashes."""
 
     def __init__(self) -> None:
-        super().__init__(Ledger)
+        self._ledgers: defaultdict[tuple[Tier, Members], Ledger] = defaultdict(Ledger)
+
+    def count(self, stored: bool, tier: Tier, chunk: Description) -> list[Description]:
+        """Count a stored or removed chunk. Returns its parts that are to be announced."""
+        ledger = self._ledgers[tier, chunk.members]
+        return [part_of(chunk, *run) for run in (ledger.stored(chunk) if stored else ledger.removed(chunk))]
+
+    def total(self, measure: Callable[[Ledger], int]) -> int:
+        """May be called while another thread makes a ledger."""
+        return sum(map(measure, list(self._ledgers.values())))
 
 
 def _runs(flags: bytes) -> list[Run]:

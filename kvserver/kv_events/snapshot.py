@@ -78,7 +78,7 @@ def _encoded(snapshot: Snapshot, encoding: Encoding) -> Iterator[bytes]:
         yield b"".join(
             encode(event)
             for tier, chunk in snapshot.chunks[at : at + _SLICE]
-            for event in stored_events(chunk, (0, chunk.blocks), tier, snapshot.groups, form)
+            for event in stored_events(chunk, tier, snapshot.groups, form)
         )
         time.sleep(0)  # lets other threads run
 

@@ -16,12 +16,12 @@ from __future__ import annotations
 import re
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvserver.cache import epoch_of
-from kvserver.kv_events.ledger import Ledgers
+from kvserver.kv_events.ledger import Ledger, Ledgers
 from kvserver.kv_events.resident import Name, ResidentChunks
 from kvserver.kv_events.types import Description, KVRemoved, KVStored, Members, Tier
 from kvserver.kv_events.wire import Form, Groups, Writer, batch, full_attention_first
@@ -59,7 +59,7 @@ def fill(template: str, **values: str) -> str:
 
 
 class View:
-    """What was published to one topic.
+    """The publications of one topic.
 
     `waiting` and `leaving`: chunks of a namespace prefix that was added or removed, not yet published. Of a chunk
     that is removed while it waits nothing is published.
@@ -96,10 +96,6 @@ class View:
             if name not in self.waiting
         ]
         return chunks + self.leaving
-
-    @property
-    def announced_blocks(self) -> int:
-        return sum(map(len, self.ledgers.values()))
 
 
 class Stream:
@@ -203,16 +199,16 @@ class Stream:
                     self._announce_stored(view, tier, chunk)
 
     def _announce_stored(self, view: View, tier: Tier, chunk: Description) -> None:
-        for run in view.ledgers[tier, chunk.members].stored(chunk):
-            self._add(view, self._writer.stored(chunk, run, tier, self.groups), run[1] - run[0])
+        for part in view.ledgers.count(True, tier, chunk):
+            self._add(view, self._writer.stored(part, tier, self.groups), part.blocks)
 
     def _announce_removed(self, view: View, tier: Tier, chunks: Iterable[Description]) -> None:
         removed: dict[tuple[int, Members], bytearray] = {}  # by bytes of a hash and KV cache groups
         for chunk in chunks:
             width, members = chunk.hash_bytes, chunk.members
             hashes = removed.setdefault((width, members), bytearray())
-            for first, last in view.ledgers[tier, members].removed(chunk):
-                hashes += chunk.hashes[first * width : last * width]
+            for part in view.ledgers.count(False, tier, chunk):
+                hashes += part.hashes
         for (width, members), hashes in removed.items():
             for at in range(0, len(hashes), MOST_HASHES * width):
                 some = bytes(hashes[at : at + MOST_HASHES * width])
@@ -276,13 +272,16 @@ class Stream:
     @property
     def announced_blocks(self) -> int:
         """Announced blocks of all views."""
-        return sum(view.announced_blocks for view in self.views.values())
+        return self._total(len)
 
     @property
     def unbalanced(self) -> int:
-        return sum(ledger.unbalanced for view in self.views.values() for ledger in view.ledgers.values())
+        return self._total(lambda ledger: ledger.unbalanced)
 
     @property
     def state_bytes(self) -> int:
         """Memory of the ledgers."""
-        return sum(ledger.memory_bytes for view in self.views.values() for ledger in view.ledgers.values())
+        return self._total(lambda ledger: ledger.memory_bytes)
+
+    def _total(self, measure: Callable[[Ledger], int]) -> int:
+        return sum(view.ledgers.total(measure) for view in self.views.values())

@@ -16,7 +16,6 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from kvserver.kv_events.ledger import Run
 from kvserver.kv_events.types import Description, Members, Tier
 from kvserver.protocol import KVGroup
 
@@ -84,28 +83,26 @@ class _Batch(msgspec.Struct, array_like=True):
 
 def stored_events(
     chunk: Description,
-    run: Run,
     tier: Tier,
     groups: Groups,
     form: Form,
     kind: type[_Stored] = BlockStored,
 ) -> Iterator[_Stored]:
-    """Events for the KV cache groups that have the blocks, one each. `run`: the chunk's blocks that the event names."""
-    first, last = run
+    """One event for each KV cache group that has the blocks."""
     hashes = _hashes(chunk.hashes, chunk.hash_bytes, form)
-    parent = hashes[first - 1] if first else (_hashes(chunk.parent, chunk.hash_bytes, form) or [None])[0]
-    tokens = memoryview(chunk.tokens).cast("I")[first * chunk.block_tokens : last * chunk.block_tokens].tolist()
+    (parent,) = _hashes(chunk.parent, chunk.hash_bytes, form) or [None]
+    tokens = memoryview(chunk.tokens).cast("I").tolist()
     extra_keys = _extra_keys(chunk)
     for index, group in numbered(groups, chunk.members):
         yield kind(
-            block_hashes=hashes[first:last],
+            block_hashes=hashes,
             parent_block_hash=parent,
             token_ids=tokens,
             block_size=chunk.block_tokens,
             lora_id=None,
             medium=tier.value,
             lora_name=chunk.lora_name or None,
-            extra_keys=extra_keys and extra_keys[first:last],
+            extra_keys=extra_keys,
             group_idx=index,
             kv_cache_spec_kind=group.kind if group is not None else None,
             kv_cache_spec_sliding_window=group.window if group is not None else None,
@@ -122,8 +119,8 @@ class Writer:
         self._removed: type[_Removed] = _RemovedArray if arrays else BlockRemoved
         self.cleared = _encoder.encode(_ClearedArray() if arrays else AllBlocksCleared())
 
-    def stored(self, chunk: Description, run: Run, tier: Tier, groups: Groups) -> list[bytes]:
-        return [_encoder.encode(event) for event in stored_events(chunk, run, tier, groups, self._form, self._stored)]
+    def stored(self, chunk: Description, tier: Tier, groups: Groups) -> list[bytes]:
+        return [_encoder.encode(event) for event in stored_events(chunk, tier, groups, self._form, self._stored)]
 
     def removed(self, hashes: bytes, hash_bytes: int, tier: Tier, groups: Groups, members: Members = ()) -> list[bytes]:
         named = _hashes(hashes, hash_bytes, self._form)

@@ -17,7 +17,7 @@ GROUPS = ((0, KVGroup("full_attention")),)
 @pytest.mark.parametrize(("tier", "locality"), [(Tier.L1, "LOCAL"), (Tier.L2, None)])
 def test_maps_of_l1_are_local_and_a_folder_may_be_anywhere(tier: Tier, locality: str | None) -> None:
     writer, chunk = Writer("int", arrays=False), describe("a")
-    for raw in (*writer.stored(chunk, (0, 1), tier, GROUPS), *writer.removed(chunk.hashes, 32, tier, GROUPS)):
+    for raw in (*writer.stored(chunk, tier, GROUPS), *writer.removed(chunk.hashes, 32, tier, GROUPS)):
         event = msgspec.msgpack.decode(raw)
         assert event.get("locality") == locality
         assert "ownership" not in event
@@ -25,6 +25,6 @@ def test_maps_of_l1_are_local_and_a_folder_may_be_anywhere(tier: Tier, locality:
 
 def test_arrays_end_with_the_fields_of_vllm_0_25() -> None:
     writer, chunk = Writer("int", arrays=True), describe("a")
-    (stored,) = writer.stored(chunk, (0, 1), Tier.L1, GROUPS)
+    (stored,) = writer.stored(chunk, Tier.L1, GROUPS)
     (removed,) = writer.removed(chunk.hashes, 32, Tier.L1, GROUPS)
     assert [len(msgspec.msgpack.decode(raw)) for raw in (stored, removed)] == [12, 4]

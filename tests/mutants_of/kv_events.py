@@ -31,22 +31,28 @@ MUTANTS = (
     # ---- feed.py ------------------------------------------------------------------------------------
     Mutant(
         "an engine announces an object in KV cache groups that it has no blocks of",
-        FEED, "_FeedCursor.blocks_of", "groups or ", "",
+        FEED, "_FeedCursor.blocks_of", "chunk.description.members or ", "",
         ("adapters/test_kv_events_groups.py::test_what_is_stored_dropped_and_cleared_is_named_by_group",),
     ),
     Mutant(
         "a follower receives again what its snapshot had",
-        FEED, "_FeedCursor.start", "self._events[0].number <= number", "False", CONSUMERS,
+        FEED, "_FeedCursor.start", "self._events[0].number <= number", "False",
+        ("unit/kv_events/test_kv_feed.py::test_an_event_that_the_snapshot_has_is_counted_once",),
     ),
     Mutant(
         "what happened since the snapshot is lost with its end",
-        FEED, "_FeedCursor._pop", "self.whole = True", "self.whole = True; self.ready.clear()",
+        FEED, "_FeedCursor._pop", "self._whole = True", "self._whole = True; self.ready.clear()",
         ("unit/kv_events/test_kv_feed.py::test_what_happens_after_the_snapshot_is_in_the_same_reply_behind_it",),
     ),
     Mutant(
         "a reply that was lost does not come again",
-        FEED, "_FeedCursor.advance", "if (request.cursor if request.follow == self.number else 0) == self._end:",
-        "if True:", CONSUMERS,
+        FEED, "_FeedCursor.advance", "if at == self._end:", "if True:",
+        ("unit/kv_events/test_kv_feed.py::test_a_lost_reply_comes_again",),
+    ),
+    Mutant(
+        "an event whose preparation paused waits for another event",
+        FEED, "_FeedCursor.wants_work", "self._unfinished and", "(not self.started or bool(self._events)) and",
+        ("unit/kv_events/test_kv_feed.py::test_an_event_whose_preparation_paused_is_delivered_without_another_event",),
     ),
     # ---- hub.py -------------------------------------------------------------------------------------
     Mutant(

@@ -24,6 +24,11 @@ MUTANTS = (
         "HEAD sends a body, which the next answer on the connection begins with",
         "kvserver/web/pages.py", "_Handler._send", 'if self.command != "HEAD":', "if True:", ("daemon/test_scrapes.py",),
     ),
+    Mutant(
+        "the end of a scrape waits for the client's acknowledgement",
+        "kvserver/web/pages.py", "_Handler", "disable_nagle_algorithm = True", "disable_nagle_algorithm = False",
+        ("issues/test_a_scrape_on_a_kept_connection_waited_40_ms.py",),
+    ),
     # ---- history.py ---------------------------------------------------------------------------------
     Mutant(
         "a sample is begun each time that it might be due",

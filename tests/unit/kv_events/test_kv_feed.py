@@ -96,6 +96,23 @@ def test_what_happens_after_the_snapshot_is_in_the_same_reply_behind_it(world: W
     assert set(engine.blocks) == {*one.hashes[:4], *two.hashes} == world.readable_blocks()
 
 
+def test_an_event_that_the_snapshot_has_is_counted_once(world: World) -> None:
+    one = Prompt(range(24))
+
+    def snapshot(prefix: bytes) -> tuple[int, list[tuple[Tier, KVChunk]]]:
+        world.store(one)  # which the feed observes before the snapshot
+        return world.hub.snapshot_of_tiers(prefix)
+
+    world.feed = Feed(ObserverContext(Settings(), "boot", BOOT, snapshot_of_tiers=snapshot))
+    world.reader()
+    engine = Follower(world.feed.take_kv_events)
+    engine.catch_up()
+    assert set(engine.blocks) == set(one.hashes)
+    world.evict(one.keys)
+    engine.catch_up()
+    assert engine.blocks == {}
+
+
 def test_a_stored_block_comes_with_its_whole_description(world: World) -> None:
     one = Prompt(range(24), hash_bytes=16)
     keys = [["salt"], None, None, [["image", 5]], None, None]
@@ -221,6 +238,18 @@ def test_an_engine_that_falls_behind_begins_anew_and_loses_nothing() -> None:
     assert engine.follows == [BOOT + 1, BOOT + 2]
     assert set(engine.blocks) == set(second.hashes)
     assert engine.before == set()
+
+
+def test_an_event_whose_preparation_paused_is_delivered_without_another_event(world: World) -> None:
+    world.reader(groups=(KVGroup("full_attention"),) * 3)  # three blocks a chunk: enough is ready inside the event
+    world.reader("later", OTHER)
+    engine, later = (Follower(world.feed.take_kv_events, name) for name in ("engine", "later"))
+    engine.catch_up()
+    one = Prompt(range(8 * 256))
+    world.store(one)
+    wait_until(lambda: later.step().whole)  # one thread prepares for both: it has paused for the first one
+    engine.catch_up()
+    assert {name for _, group, name in engine.names if group == 2} == set(one.hashes)
 
 
 def test_another_namespace_prefix_begins_anew(world: World) -> None:

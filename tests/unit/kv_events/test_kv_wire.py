@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from support.kv_feed import describe, named
 
+from kvserver.kv_events.descriptions import part_of
 from kvserver.kv_events.types import Tier
 from kvserver.kv_events.wire import Writer, batch, stored_events
 from kvserver.protocol import KVGroup
@@ -52,7 +53,7 @@ def stored(writer: Writer, *args: Any) -> dict[str, Any]:
 
 def test_a_map_carries_all_that_is_known_of_a_chunk() -> None:
     chunk = describe("a", "b", parent="p", lora_name="lora", extra_keys=[None, ["lora", ["image", 3]]])
-    assert stored(Writer("bytes", arrays=False), chunk, (0, 2), Tier.L1, FULL) == {
+    assert stored(Writer("bytes", arrays=False), chunk, Tier.L1, FULL) == {
         "type": "BlockStored",
         "block_hashes": [named("a"), named("b")],
         "parent_block_hash": named("p"),
@@ -69,7 +70,7 @@ def test_a_map_carries_all_that_is_known_of_a_chunk() -> None:
 
 
 def test_what_is_unknown_is_left_out() -> None:
-    event = stored(Writer("int", arrays=False), describe("a"), (0, 1), Tier.L2, ())
+    event = stored(Writer("int", arrays=False), describe("a"), Tier.L2, ())
     assert (event["medium"], event["parent_block_hash"], event["lora_name"]) == ("STORAGE", None, None)
     assert not {"extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window", "locality"} & set(
         event
@@ -78,17 +79,17 @@ def test_what_is_unknown_is_left_out() -> None:
 
 @pytest.mark.parametrize("hash_bytes", [8, 16, 32])
 def test_an_integer_is_the_last_8_bytes_of_a_hash(hash_bytes: int) -> None:
-    event = stored(Writer("int", arrays=False), describe("a", parent="p", hash_bytes=hash_bytes), (0, 1), Tier.L1, ())
+    event = stored(Writer("int", arrays=False), describe("a", parent="p", hash_bytes=hash_bytes), Tier.L1, ())
     name = named("a", hash_bytes)
     assert event["block_hashes"] == [int.from_bytes(name, "big") & ((1 << 64) - 1)]
     assert event["parent_block_hash"] == int.from_bytes(named("p", hash_bytes), "big") & ((1 << 64) - 1)
-    whole = stored(Writer("bytes", arrays=False), describe("a", hash_bytes=hash_bytes), (0, 1), Tier.L1, ())
+    whole = stored(Writer("bytes", arrays=False), describe("a", hash_bytes=hash_bytes), Tier.L1, ())
     assert whole["block_hashes"] == [name]
 
 
 def test_a_run_inside_a_chunk_has_the_block_before_it_as_its_parent() -> None:
     chunk = describe("a", "b", "c", parent="p", extra_keys=[["x"], ["y"], None])
-    event = stored(Writer("bytes", arrays=False), chunk, (1, 2), Tier.L1, FULL)
+    event = stored(Writer("bytes", arrays=False), part_of(chunk, 1, 2), Tier.L1, FULL)
     assert (event["block_hashes"], event["parent_block_hash"]) == ([named("b")], named("a"))
     assert (event["token_ids"], event["extra_keys"]) == (list(range(16, 32)), [["y"]])
 
@@ -108,7 +109,7 @@ def test_a_run_inside_a_chunk_has_the_block_before_it_as_its_parent() -> None:
 )
 def test_extra_keys_that_are_none_are_left_out(raw: bytes) -> None:
     chunk = msgspec.structs.replace(describe("a", "b"), extra_keys=raw)
-    assert [event.extra_keys for event in stored_events(chunk, (0, 2), Tier.L1, (), "int")] == [None]
+    assert [event.extra_keys for event in stored_events(chunk, Tier.L1, (), "int")] == [None]
 
 
 def test_an_older_struct_reads_the_arrays() -> None:
@@ -116,7 +117,7 @@ def test_an_older_struct_reads_the_arrays() -> None:
     chunk = describe("a", "b", parent="p", lora_name="lora", extra_keys=[None, ["lora"]])
     events = [
         writer.cleared,
-        *writer.stored(chunk, (0, 2), Tier.L1, FULL),
+        *writer.stored(chunk, Tier.L1, FULL),
         *writer.removed(chunk.hashes, 32, Tier.L2, FULL),
     ]
     decoded = msgspec.msgpack.decode(batch(1.5, events, 3), type=OldBatch)
@@ -135,7 +136,7 @@ def test_an_older_struct_reads_the_arrays() -> None:
 def test_the_fields_of_an_array_are_where_consumers_look_for_them() -> None:
     """As AIBrix and llm-d count them: by position, and from a batch of two or three elements."""
     chunk = describe("a", lora_name="lora", extra_keys=[["k"]])
-    (event,) = Writer("bytes", arrays=True).stored(chunk, (0, 1), Tier.L1, ((0, KVGroup("sliding_window", 64)),))
+    (event,) = Writer("bytes", arrays=True).stored(chunk, Tier.L1, ((0, KVGroup("sliding_window", 64)),))
     assert msgspec.msgpack.decode(event) == [
         *("BlockStored", [named("a")], None, list(range(16)), 16, None, "CPU", "lora"),
         *([["k"]], 0, "sliding_window", 64),
