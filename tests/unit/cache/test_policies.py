@@ -1,14 +1,12 @@
 """The cache under each policy, with shares and without: whatever happens, an eviction keeps the rules of `cache` and `shares`.
 
-And what each policy keeps. The policies that `bench/` has tried keep the same contract.
+And what each policy keeps.
 """
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from decimal import Decimal
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -19,20 +17,15 @@ from support.turns import repeat
 from kvserver.cache import POLICIES, Cache, Chunk, Groups, PagePool, StorePlan, one_group
 from kvserver.cache.eviction.slru import PROTECTED_SHARE
 
-sys.path.append(str(Path(__file__).parents[3] / "bench"))
-
-from policies import TRIED
-
 PAGE = 4096
 ONE_RANK, TWO_RANKS, OTHER = b"1" * 32, b"2" * 32, b"3" * 32
 FOREVER = 1e9
-ALL = POLICIES | TRIED
-every_policy = pytest.mark.parametrize("policy", ALL)
+every_policy = pytest.mark.parametrize("policy", POLICIES)
 
 
 def make_cache(policy: str, pages: int, **shares: str) -> Cache:
     fractions = {model: Decimal(share) for model, share in shares.items()}
-    return Cache(PagePool(pages * PAGE, PAGE), ALL[policy](), fractions)
+    return Cache(PagePool(pages * PAGE, PAGE), POLICIES[policy](), fractions)
 
 
 def keys(names: list[int]) -> bytes:
@@ -173,7 +166,7 @@ def test_an_eviction_spares_what_requests_use_and_shares_and_takes_what_is_incom
     assert evictions["all"] > 75, "the walks went where nothing is evicted"
 
 
-@pytest.mark.parametrize("policy", ["lru", "slru", "lfu"])
+@pytest.mark.parametrize("policy", ["lru", "slru"])
 @pytest.mark.hypothesis
 def test_no_chunk_leaves_before_the_chunks_behind_it(policy: str) -> None:
     """A chunk without its prefix is of no use. Prompts are paths in a tree, and a request has ended before the next begins."""
@@ -217,9 +210,8 @@ def test_slru_protects_a_part_of_l1_only_the_least_recently_used_give_way() -> N
     assert {name for name in resident(cache) if name < 10} == {*range(10 - protected, 10)}
 
 
-@pytest.mark.parametrize("policy", ["slru", "s3-fifo"])
-def test_what_comes_back_after_its_eviction_is_kept_from_a_scan(policy: str) -> None:
-    cache = make_cache(policy, 10)
+def test_slru_keeps_what_comes_back_after_its_eviction_from_a_scan() -> None:
+    cache = make_cache("slru", 10)
     for name in (1, *range(100, 110)):
         store(cache, name)
     assert 1 not in resident(cache)
@@ -243,25 +235,3 @@ def test_a_chunk_comes_back_only_with_its_prefix() -> None:
     for name in range(200, 209):
         store(cache, name)
     assert 2 not in resident(cache)
-
-
-def test_lfu_keeps_longer_what_was_used_more_often_but_not_for_ever() -> None:
-    cache = make_cache("lfu", 10)
-    left: dict[int, int] = {}
-    store(cache, 1, 2, 3)
-    for name, uses in ((1, 1), (2, 3), (3, 30)):
-        for _ in range(uses):
-            use(cache, name)
-    for scanned in range(100, 300):
-        for name in store(cache, scanned):
-            left[name] = scanned - 100
-    assert left[1] < left[2] < left[3] < 100
-
-
-def test_s3_fifo_evicts_new_ones_first_and_a_use_moves_a_chunk_on() -> None:
-    cache = make_cache("s3-fifo", 10)
-    store(cache, *range(10))
-    use(cache, 9)  # stored last of a prompt, it is the oldest
-    assert store(cache, 100) == [8]
-    assert store(cache, *range(101, 109)) == [7, 6, 5, 4, 3, 2, 1, 0]
-    assert 9 in resident(cache)
