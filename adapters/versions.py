@@ -1,4 +1,4 @@
-"""The versions of vLLM that kvserver is tested with, and the connector's first log line, which names them. `make test-versions` runs them."""
+"""Versions of vLLM that kvserver is tested with (`make test-versions`), and the connector's first log line, which names them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PYTHON_ONLY = (
 
 
 def tested_with(running: str) -> tuple[bool, str]:
-    """Whether kvserver is tested with this version of vLLM; the line."""
+    """(kvserver is tested with this version of vLLM, log line)."""
     tested = running.split("+")[0] in (*ENGINES, *PYTHON_ONLY)
     return tested, (
         f"kvserver {__version__} is tested with real engines of vLLM {', '.join(ENGINES)} on CPUs, and of {', '.join(PYTHON_ONLY)} with "

@@ -13,14 +13,13 @@ import argparse
 import itertools
 import time
 from array import array
-from functools import partial
 
 from common import MemcpyCeiling, alternate, median, percentile, table
 from rig import BenchDaemon, BenchWorker, make_keys
 
 from kvserver.protocol import Clear, Cleared
 
-TOKENS, BLOCK_TOKENS, PLANES = 8192, 32, 32
+TOKENS, CHUNK_TOKENS, BLOCK_TOKENS, PLANES = 8192, 256, 32, 32
 RUN = BLOCK_TOKENS * 8 * 128 * 2 * 2  # one layer's block: 8 KV heads of 128, K and V, bf16
 BLOCKS = TOKENS // BLOCK_TOKENS
 PAYLOAD = BLOCKS * PLANES * RUN
@@ -29,26 +28,17 @@ PAYLOAD = BLOCKS * PLANES * RUN
 class Subject:
     """A daemon with `threads` copy threads and a worker whose `blocks` blocks are all stored under one prefix."""
 
-    def __init__(
-        self,
-        threads: int,
-        planes: int = PLANES,
-        run: int = RUN,
-        *,
-        blocks: int = BLOCKS,
-        block_tokens: int = BLOCK_TOKENS,
-        chunk_tokens: int = 256,
-    ) -> None:
-        self.payload = blocks * planes * run
-        self._chunks = blocks * block_tokens // chunk_tokens
+    def __init__(self, threads: int, planes: int = PLANES, run: int = RUN) -> None:
+        self.payload = BLOCKS * planes * run
+        self._chunks = TOKENS // CHUNK_TOKENS
         # A slot is whole pages, and granules of them.
         self.daemon = BenchDaemon(
-            l1_size=self.payload + self.payload // 16 + (64 << 20), chunk_tokens=chunk_tokens, copy_threads=threads
+            l1_size=self.payload + self.payload // 16 + (64 << 20), chunk_tokens=CHUNK_TOKENS, copy_threads=threads
         )
         self.worker = BenchWorker(
-            self.daemon.endpoint, planes=planes, run=run, num_blocks=blocks + 1, block_tokens=block_tokens
+            self.daemon.endpoint, planes=planes, run=run, num_blocks=BLOCKS + 1, block_tokens=BLOCK_TOKENS
         )
-        self.ids = array("I", range(1, blocks + 1))
+        self.ids = array("I", range(1, BLOCKS + 1))
         self._names = itertools.count()
         self.keys = b""
 
@@ -68,7 +58,7 @@ class Subject:
     def load_chunk(self) -> float:
         """Milliseconds."""
         began = time.perf_counter()
-        self.worker.load(self.keys[:32], self.ids[: 256 // BLOCK_TOKENS])
+        self.worker.load(self.keys[:32], self.ids[: CHUNK_TOKENS // BLOCK_TOKENS])
         return (time.perf_counter() - began) * 1000
 
 
@@ -86,8 +76,8 @@ def main() -> None:
             median(found) for found in alternate(options.rounds, ceiling.gb_per_second, subject.store, subject.load)
         )
         rows.append([threads, memcpy, store, load, store / memcpy, load / memcpy])
-        times = [load_chunk() for load_chunk in itertools.repeat(partial(subject.load_chunk), options.samples)]
-        chunk_bytes = 256 // BLOCK_TOKENS * PLANES * RUN
+        times = [subject.load_chunk() for _ in range(options.samples)]
+        chunk_bytes = CHUNK_TOKENS // BLOCK_TOKENS * PLANES * RUN
         bare = chunk_bytes / memcpy / 1e6
         small.append([threads, chunk_bytes >> 20, bare, percentile(times, 0.5), percentile(times, 0.99)])
         subject.daemon.close()

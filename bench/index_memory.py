@@ -113,11 +113,11 @@ def observed(part: str, chunks: int) -> float:
 class FullDaemon:
     """A daemon whose L1 has space for so many chunks, one page each and rank, and an engine of so many ranks."""
 
-    def __init__(self, chunks: int, ranks: int, kv_events: bool, chunk_blocks: int) -> None:
-        self._chunks, self._described, self._chunk_blocks = chunks, kv_events, chunk_blocks
+    def __init__(self, chunks: int, ranks: int, kv_events: bool) -> None:
+        self._chunks, self._described = chunks, kv_events
         flags = {"kv_events_endpoint": "tcp://127.0.0.1:0", "kv_events_memory": "8GiB"} if kv_events else {}
-        l1_bytes, blocks = chunks * ranks * PAGE_BYTES, 1 + KEYS * chunk_blocks
-        self._daemon = BenchDaemon(l1_size=l1_bytes, chunk_tokens=BLOCK_TOKENS * chunk_blocks, **flags)
+        l1_bytes, blocks = chunks * ranks * PAGE_BYTES, 1 + KEYS * CHUNK_BLOCKS
+        self._daemon = BenchDaemon(l1_size=l1_bytes, chunk_tokens=BLOCK_TOKENS * CHUNK_BLOCKS, **flags)
         self._workers = [
             BenchWorker(
                 self._daemon.endpoint, planes=1, run=RUN_BYTES, num_blocks=blocks, block_tokens=BLOCK_TOKENS,
@@ -148,18 +148,18 @@ class FullDaemon:
     def _message(self) -> tuple[bytes, ChunkContents | None]:
         if not self._described:
             return self._random.randbytes(KEYS * KEY_BYTES), None
-        hashes = [self._random.randbytes(KEY_BYTES) for _ in range(KEYS * self._chunk_blocks)]
+        hashes = [self._random.randbytes(KEY_BYTES) for _ in range(KEYS * CHUNK_BLOCKS)]
         tokens = self._random.randbytes(4 * BLOCK_TOKENS * len(hashes))
         contents = ChunkContents(hash_bytes=KEY_BYTES, hashes=b"".join(hashes), tokens=tokens, parent=b"")
-        return b"".join(hashes[self._chunk_blocks - 1 :: self._chunk_blocks]), contents
+        return b"".join(hashes[CHUNK_BLOCKS - 1 :: CHUNK_BLOCKS]), contents
 
     def close(self) -> None:
         self._daemon.close()
 
 
-def whole(chunks: int, ranks: int, kv_events: bool, chunk_blocks: int = CHUNK_BLOCKS) -> tuple[float, float]:
+def whole(chunks: int, ranks: int, kv_events: bool) -> tuple[float, float]:
     """Bytes a chunk of L1 when it has just become full, and when all of it has been replaced twice."""
-    daemon = FullDaemon(chunks, ranks, kv_events, chunk_blocks)
+    daemon = FullDaemon(chunks, ranks, kv_events)
     try:
         return daemon.store(chunks), daemon.store(2 * chunks)
     finally:

@@ -82,14 +82,14 @@ def closed_loop(endpoint: str, message: Lookup, started: object, seconds: float)
 PREFILL_TOKENS, STEP_TOKENS, PREFILL_BLOCK_TOKENS = 131072, 2048, 16
 
 
-def prefill_bytes(shuffled: bool, chunk_tokens: int = CHUNK_TOKENS) -> tuple[int, int]:
+def prefill_bytes(shuffled: bool) -> tuple[int, int]:
     """(messages, bytes) that one prompt of 128k tokens sends in steps of 2k: one Lookup, the Stores, EndRequest."""
     blocks = array("I", range(1, 1 + PREFILL_TOKENS // PREFILL_BLOCK_TOKENS))
     if shuffled:
         random.Random(1).shuffle(blocks)
-    keys = make_keys(f"prefill {shuffled}", PREFILL_TOKENS // chunk_tokens)
-    step_keys, step_blocks = STEP_TOKENS // chunk_tokens * KEY_BYTES, STEP_TOKENS // PREFILL_BLOCK_TOKENS
-    daemon = BenchDaemon(l1_size=64 << 20, chunk_tokens=chunk_tokens)
+    keys = make_keys(f"prefill {shuffled}", PREFILL_TOKENS // CHUNK_TOKENS)
+    step_keys, step_blocks = STEP_TOKENS // CHUNK_TOKENS * KEY_BYTES, STEP_TOKENS // PREFILL_BLOCK_TOKENS
+    daemon = BenchDaemon(l1_size=64 << 20, chunk_tokens=CHUNK_TOKENS)
     with tempfile.TemporaryDirectory(prefix="kvr-") as folder:
         relay = CountingRelay(daemon.endpoint, folder)
         worker = BenchWorker(

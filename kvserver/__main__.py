@@ -1,4 +1,4 @@
-"""The command line: `kvserver serve`, `status`, `explain`, `replay`, `doctor`, and those of `cli.commands`.
+"""Command line: `kvserver serve`, `status`, `explain`, `replay`, `doctor`, and those of `cli.commands`.
 
 Owns: the commands and exit codes. Refuses to know: how anything is done.
 """

@@ -1,7 +1,7 @@
-"""The observers of one daemon's events: made, started and ended together, with their metrics.
+"""Observers of one daemon's events: made, started and ended together, with their metrics.
 
-Owns: which observers there are and the order in which they see an event. Refuses to know: what an observer does, and the
-parts of the loop (`parts`).
+Owns: which observers there are and the order in which they see an event. Refuses to know: what an observer does, and the parts of
+the loop (`parts`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _LAST_EVENTS_SECONDS = 2.0  # for the events that are queued when the daemon sto
 
 
 class Observability:
-    """REQUIRES: start() before close(), both once; or observers.close()."""
+    """Observers of one daemon. REQUIRES: start() before close(), both once; or observers.close()."""
 
     def __init__(self, settings: Settings, boot_id: str, l1_pages: int = 0, page_bytes: int = 1) -> None:
         """ConfigError if an exporter or observer of the settings cannot be made."""

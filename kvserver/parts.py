@@ -1,6 +1,7 @@
-"""The parts of one daemon's loop, made and connected.
+"""Parts of one daemon's loop, made and connected.
 
-Owns: which part gets which other. Refuses to know: what a part does, what it shows (`snapshots`), sockets, the process (`daemon`).
+Owns: which part gets which other. Refuses to know: what a part does, what it shows (`snapshots`), sockets, the process
+(`daemon`).
 """
 
 from __future__ import annotations
@@ -125,5 +126,5 @@ class Parts:
         )
 
     def sample(self, server: Server) -> array[float]:
-        """From the loop's thread."""
+        """Sample for the page's charts, from the loop's thread."""
         return take_sample(self.instances, self.cache, self.storage, self.bus, server.rpc)

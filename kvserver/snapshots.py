@@ -1,4 +1,4 @@
-"""`/status` as the parts of a daemon have it, but for what the pages know. Refuses to know: how the numbers are counted."""
+"""Makes `/status` from the parts of a daemon, but for what the pages add. Refuses to know: how the numbers are counted."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def daemon_status(parts: Parts, server: Server) -> DaemonStatus:
 
 
 def instances_status(parts: Parts) -> list[InstanceStatus]:
-    """From the loop's thread."""
+    """Status of all instances, from the loop's thread."""
     now, l0 = parts.clock(), parts.observability.block_lifecycle
     return [
         instance_status(instance, parts.devices, l0.status(instance.instance_id), now)

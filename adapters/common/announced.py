@@ -1,7 +1,7 @@
-"""The blocks of a tier that were announced on the engine's stream, so that none is announced twice.
+"""Hashes of the blocks of a tier that were announced on the engine's stream, so that none is announced twice.
 
-The daemon sends all blocks again when it lost the engine's position, or was replaced. A block that is sent again is no
-news; a block that is not sent again has left the tier.
+The daemon sends all blocks again after it lost the engine's position, and after it was replaced. Among them, a known block is not
+announced again, and a known block that is missing has left the tier.
 
 Owns: the hashes, 53 to 107 bytes of memory each. Refuses to know: messages, vLLM's events.
 """
@@ -30,7 +30,7 @@ class AnnouncedBlocks:
         return len(self._announced) + sum(map(len, self._before))
 
     def begin_resync(self) -> None:
-        """From now on the daemon sends all blocks again."""
+        """Begin a resync: from now on the daemon sends all blocks again."""
         if len(self._announced):
             self._before.append(self._announced)
             self._announced = _no_hashes()

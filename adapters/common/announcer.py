@@ -1,15 +1,14 @@
 """Announces the blocks in the daemon's tiers on the engine's own stream of KV events.
 
-The scheduler half requests from the daemon the changes of all blocks that this engine can read, also of those that other
-engines stored. The engine publishes them behind the step's own events. No thread waits for an answer; an idle engine publishes at
-its next step.
+The scheduler half requests the changes of all blocks that this engine can read, whichever engine stored them. The engine
+publishes them behind the step's own events. No thread waits for an answer; an idle engine publishes at its next step.
 
-This stream announces no block twice, across daemons and sessions: after a new session it announces only what has changed.
-Blocks of a daemon that has not answered for WITHDRAW_SECONDS are withdrawn. The engine's AllBlocksCleared, sent for its own
-blocks, makes consumers forget the daemon's blocks too: all are announced again then. The connector never sends it.
+This stream announces no block twice, across daemons and sessions: a new session announces only what has changed. Blocks of a
+daemon that has not answered for WITHDRAW_SECONDS are withdrawn. When the engine clears its own blocks it may publish
+AllBlocksCleared, and consumers then forget the daemon's blocks too: all are announced again. The connector never publishes it.
 
-Owns: the request in flight, and the changes that were received and not yet announced. Refuses to know: the form of the
-engine's events, and how the engine publishes them.
+Owns: the request in flight, and the changes received and not yet announced. Refuses to know: the form of the engine's events, and
+how the engine publishes them.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ class MakeEvents(Protocol):
     """The form of the engine's own events."""
 
     def stored(self, blocks: KVBlocks, first: int, last: int) -> Any:
-        """Of blocks [first, last) of these."""
+        """Event that announces blocks [first, last) of `blocks`."""
 
     def removed(self, hashes: bytes, hash_bytes: int, medium: str, group: int) -> Any: ...
 
 
 class Announcer:
-    """Does nothing unless the engine `publishes` KV events."""
+    """Announces the blocks of the daemon's tiers. Does nothing unless the engine `publishes` KV events."""
 
     def __init__(self, dispatcher: Dispatcher, names: EngineNames, make: MakeEvents, publishes: bool) -> None:
         self._dispatcher = dispatcher

@@ -1,7 +1,7 @@
-"""The gauges of whether each engine has its cache, in the Prometheus of the engine's front end.
+"""Gauges in the Prometheus of the engine's front end: whether each engine has its cache.
 
 Owns: the values of the gauges. Refuses to know: how the daemon is queried (`watch`), how reports become a status
-(`cache_status`). Not seen: the daemon of an idle engine on another machine. The engine's last report counts.
+(`cache_status`). Limit: the daemon of an idle engine on another machine is not seen, so the engine's last report counts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MakeGauge: TypeAlias = Callable[..., Any]  # as prometheus_client.Gauge
 
 
 class Board:
-    """Of several front ends each has a board and receives a part of the reports, so the worst value counts."""
+    """Gauges of one front end. Several front ends each receive a part of the reports, so the worst value counts."""
 
     def __init__(
         self, prefix: str, gauge: MakeGauge, labelnames: Sequence[str], per_engine: Labels, local: bool
@@ -70,7 +70,7 @@ class Board:
             self._series(index, status).set(1)
 
     def _series(self, index: int, status: CacheStatus) -> Any:
-        """One series of the info metric. Their number is bounded: details contain numbers, and no series is ever removed."""
+        """Series of the info metric. Their number is bounded: details contain numbers, and no series is ever removed."""
         detail, kept = " ".join(status.detail.split())[:_DETAIL_CHARS], self._details[index]
         if detail not in kept and len(kept) >= _MOST_DETAILS:
             detail = ""

@@ -1,10 +1,10 @@
-"""Which of a request's chunks are stored of each object group.
+"""Chunks of a request that are stored, by object group.
+
+A hit ends at a boundary, the end of a chunk. Full attention needs all chunks before it, so all are stored. A window needs only
+the last ones, a state only the one at the boundary. They are stored for the boundaries at which later requests are likely to
+continue.
 
 Owns: the rule of kept boundaries. Refuses to know: requests, block ids, the engine.
-
-A hit ends at a boundary, the end of a chunk. Of full attention it needs all chunks before the boundary, so all are stored. Of
-a window it needs the last ones only, of a state the one at the boundary: they are stored for the boundaries at which later
-requests are likely to go on.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _FAR = 1 << 30  # a boundary with a whole window before it
 
 @dataclass(slots=True)
 class Boundaries:
-    """The boundaries of one request that are kept, as numbers of chunks: the ends of its prompt, the junction, multiples of `interval`.
+    """Kept boundaries of one request, as numbers of chunks: the ends of its prompt, the junction, multiples of `interval`.
 
-    While the request generates, each boundary is kept until it has passed the next one.
+    While the request generates, each boundary is kept until the request has passed the next one.
     """
 
     prompt: tuple[int, int]  # the end of the prompt for a request that goes on from it, and for one that repeats it
@@ -30,7 +30,7 @@ class Boundaries:
     generated: int = 0  # the last boundary behind the prompt; 0: none yet
 
     def kept(self, first: int, end: int) -> Iterable[int]:
-        """Those in [first, end), but for those behind the prompt."""
+        """Kept boundaries in [first, end), without those of the generated tokens."""
         multiples = range(-(-first // self.interval) * self.interval, end, self.interval) if self.interval else ()
         return sorted({at for at in (*self.prompt, self.junction, *multiples) if max(1, first) <= at < end})
 

@@ -1,7 +1,7 @@
-"""Whether an engine has its cache, and why not: the reasons, and the status of one engine as a whole.
+"""Status of an engine's cache: whether it has one, and the reason if not.
 
-Owns: the codes, and how the reports of the engine's halves and the daemon's answer become one status. Refuses to know:
-how reports and answers are obtained, metrics.
+Owns: the codes of the reasons, and how the reports of both halves and the daemon's answer become one status. Refuses to know: how
+reports and answers are obtained, metrics.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _ABSENT = ("unknown_instance", "not_ready")
 
 
 class CacheStatus(NamedTuple):
-    """Whether one half of an engine, or a whole engine, has its cache."""
+    """Cache status of a whole engine or of one half of it."""
 
     reason: str  # "connected", or of REASONS
     detail: str = ""  # for people
@@ -75,10 +75,10 @@ def from_hello(state: str, text: str) -> CacheStatus:
 
 @dataclass
 class EngineCacheStatus:
-    """The status of one engine, from its own reports and from the daemon's answers.
+    """Cache status of one engine, from its own reports and from the daemon's answers.
 
-    The halves report with the engine's steps, so an idle engine reports nothing. The front end queries a daemon once a
-    second, but the front end may be on another machine, whose daemon does not know the engine.
+    The halves report with the engine's steps, so an idle engine reports nothing. For it the front end queries a daemon once a
+    second. That daemon may not know the engine: the front end may run on another machine.
     """
 
     known_here: bool = True  # whether the daemon that is queried is the engine's own, as far as can be seen
@@ -107,7 +107,7 @@ class EngineCacheStatus:
         return not closed and any(half.reason == "breaker_open" for half in self.halves.values())
 
     def verdict(self) -> CacheStatus:
-        """One refused worker means no cache, so the first half without a daemon decides for all."""
+        """Status of the engine as a whole. One refused worker means no cache, so the first half without a daemon decides for all."""
         bad = {name: half for name, half in self.halves.items() if not half.connected}
         if lasting := {name: half for name, half in bad.items() if half.reason in _LASTING}:
             return self._by_halves(lasting)

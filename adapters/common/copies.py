@@ -1,7 +1,7 @@
-"""One copy in flight, and how the worker may change its state word.
+"""A copy in flight, and how the worker may change its state word.
 
-Owns: the worker's side of the state machine in `csrc/copy/state_word.h`. Refuses to know: when a copy is given up, and
-what is reported of its end.
+Owns: the worker's side of the state machine in `csrc/copy/state_word.h`. Refuses to know: when a copy is given up, and how its
+end is reported.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvserver.adapters.common.specs import LoadSpec, StoreSpec
 
 @dataclass(slots=True)
 class Copy:
-    """One store or load: its state word in its session's page, when it began and when the worker stops waiting."""
+    """A store or load in flight: its state word in its session's page, its begin, and the time at which the worker stops waiting."""
 
     spec: StoreSpec | LoadSpec
     session: Session
@@ -42,12 +42,12 @@ class Copy:
 
     @property
     def open(self) -> bool:
-        """Whether the server has begun, or still may."""
+        """True while the server copies, or may still begin."""
         return self.state() in (State.PENDING, State.RUNNING) and not self.session.ended.is_set()
 
     @property
     def writing(self) -> bool:
-        """Whether the server may be writing the blocks of this load."""
+        """True while the server may be writing the blocks of this load."""
         return self.state() in (State.RUNNING, State.CANCELLING) and not self.session.ended.is_set()
 
     def cancel(self) -> bool:

@@ -1,9 +1,9 @@
-"""The few calls of the CUDA driver that memory handles need, by ctypes.
+"""Calls of the CUDA driver for memory handles, by ctypes.
 
-The driver's own handles need nothing beside them; torch's would need a file of torch's that both sides share.
+torch can share memory too, but only with a file of torch's that both sides share. The driver's handles need nothing beside them.
 
-Owns: signatures and struct layouts (cuda.h), and that every result is checked. Refuses to know: what is
-shared and why. REQUIRES: called on a thread on which torch has made the memory's device current.
+Owns: signatures and struct layouts (cuda.h), and the check of every result. Refuses to know: what is shared and why. REQUIRES:
+called on a thread on which torch has made the memory's device current.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class IpcMemHandle(ctypes.Structure):
 
 
 class AllocationProperties(ctypes.Structure):
-    """CUmemAllocationProp."""
+    """CUmemAllocationProp of cuda.h."""
 
     _fields_ = (
         ("type", c_int),

@@ -1,10 +1,10 @@
-"""CUDA memory: one handle for each allocation that the KV cache lies in, with the window that it uses.
+"""CUDA memory: one handle for each allocation that contains KV cache, with the window in use.
 
-Memory of cudaMalloc is shared by its IPC handle, memory of cuMemCreate (VMM) by a descriptor if it was made to be exported
-as one. A descriptor keeps the memory even when the engine has freed it, so it is closed when the registration ends;
-allocation handles are retained only while they are inspected.
+cudaMalloc's memory is shared by its IPC handle. cuMemCreate's (VMM) is shared by a descriptor, if it was created as exportable. A
+descriptor keeps the memory alive even when the engine has freed it, so it is closed when the registration ends. Allocation
+handles are retained only while they are inspected.
 
-Owns: which handle, and the errors for memory that has none. Refuses to know: the driver's calls, planes.
+Owns: the choice of the handle, and the errors for memory that has none. Refuses to know: the driver's calls, planes.
 """
 
 from __future__ import annotations

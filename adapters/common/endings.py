@@ -1,12 +1,12 @@
-"""What to do with a copy in flight: DESIGN's rule 1 as two functions of what is known of the copy.
+"""Decisions about a copy in flight: DESIGN's rule 1 as two functions of what is known of the copy.
 
 Who may still write after a wait ended:
-- store: the server only reads; what it read it does not publish after our CANCELLED, nor after the deadline.
-- load, PENDING -> CANCELLED: no process, the server never began and will not.
-- load, RUNNING: the server, until DONE, until it acknowledged CANCELLING by CANCELLED, or until its
-  process has ended. Until then the blocks stay quarantined: failed for the request, and unused.
+- store: the server only reads; after our CANCELLED, or after the deadline, it publishes nothing of it.
+- load, PENDING -> CANCELLED: no process; the server never began and will not.
+- load, RUNNING: the server, until DONE, until it acknowledged CANCELLING by CANCELLED, or until its process has ended. Until then
+  the blocks stay quarantined: failed for the request, and unused.
 
-Refuses to know: how a copy is cancelled, and what is reported of its end.
+Refuses to know: how a copy is cancelled, and how its end is reported.
 """
 
 from __future__ import annotations

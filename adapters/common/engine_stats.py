@@ -1,7 +1,8 @@
 """Sends the engine stats to the daemon, from a thread of the engine's front end.
 
-Owns: the socket, and how often it sends. Refuses to know: who adds the stats up, how the daemon uses them. A daemon that is
-absent, hangs or does not know the engine costs the engine nothing.
+A daemon that is absent, hangs or does not know the engine costs the engine nothing.
+
+Owns: the socket, and how often it sends. Refuses to know: how the stats are added up, and how the daemon uses them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""How memory is handed to another process: the contract `Exporter`, implemented by `host_memory` and `cuda_memory`.
+"""Contract for handing memory to another process: `Exporter`, implemented by `host_memory` and `cuda_memory`.
 
-Owns: the contract. Refuses to know: tensors, planes, and how any kind of memory is shared.
+Refuses to know: tensors, planes, and how any kind of memory is shared.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class CannotShare(Exception):
 
 @dataclass(frozen=True)
 class Window:
-    """One registered memory: `size` bytes from address `start` on, of the allocation that begins at `base`."""
+    """A registered memory: `size` bytes from address `start` on, of the allocation that begins at `base`."""
 
     base: int
     start: int
@@ -36,19 +36,19 @@ class Window:
 
 @dataclass(frozen=True)
 class Exported:
-    """`fds` are to be sent in this order and closed when the registration ends."""
+    """Result of an export. `fds` are sent in this order, and closed when the registration ends."""
 
     memory: list[Memory]
     fds: list[int]
 
 
 class Exporter(Protocol):
-    """The storages of one KV cache. Made without moving anything, or CannotShare."""
+    """Exporter of the storages of one KV cache. Constructing it moves nothing; it raises CannotShare instead."""
 
     windows: list[Window]  # each storage lies in one of them
 
     def export(self) -> Exported:
-        """One memory for each window, in their order. CannotShare."""
+        """Export one memory for each window, in their order. Raises CannotShare."""
 
 
 MakeExporter: TypeAlias = Callable[[Sequence[torch.UntypedStorage]], Exporter]

@@ -1,10 +1,10 @@
-"""Keys whose load failed a short while ago: lookups stop before them, so that no load is tried again and again in vain.
+"""Keys whose load failed a short while ago. Lookups stop before them, so that a load is not repeated in vain.
 
-Owns: those keys, and the stores under way that may bring them anew. Refuses to know: requests, and why loads fail.
-
-A load failed as a whole: each of its keys may be the reason. A key is forgotten after `SECONDS`, or as soon as a store has copied it
+A load fails as a whole, so each of its keys may be the reason. A key is forgotten after `SECONDS`, or once a store has copied it
 on all ranks: a store copies only what the daemon does not have. At most `MOST_KEYS` are remembered, the newest. So this memory
 errs towards computing.
+
+Owns: those keys, and the stores under way that may replace their objects. Refuses to know: requests, and why loads fail.
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ class FailedLoads:
         self._stores.clear()
 
     def failed(self, load: LoadSpec) -> None:
-        """One copy of a load that failed. Its last keys are forgotten first: none is found behind one that is remembered."""
+        """Remember the keys of a failed copy of a load.
+
+        Its last keys are forgotten first: a lookup finds no key behind one that is remembered.
+        """
         if load.copy_id < self._first_copy:
             return
         until = self._clock() + SECONDS
@@ -64,7 +67,7 @@ class FailedLoads:
             self._keys.popitem(last=False)
 
     def leading(self, variant: str, keys: bytes) -> int:
-        """How many of the keys are before the first one that is remembered."""
+        """Number of keys before the first remembered one."""
         count = len(keys) // KEY_BYTES
         if not self:
             return count
@@ -86,7 +89,7 @@ class FailedLoads:
                 self._stores.popitem(last=False)
 
     def store_copied(self, copy_id: int, objects: int) -> None:
-        """One rank has copied so many of the store's objects; the others were there."""
+        """Note that one rank has copied so many of the store's objects; the others were there."""
         keys, group, left = self._stores.pop(copy_id, ([], 0, 0))
         if left > objects:
             self._stores[copy_id] = keys, group, left - objects

@@ -1,7 +1,9 @@
-"""The scheduler half's fills: what the daemon has in its storage and not in its memory is awaited, once, with a limit.
+"""The scheduler half's fills: awaits once, and with a limit, what the daemon has in its storage (L2) and not in memory (L1).
 
-Owns: the fills in flight and their deadlines. Refuses to know: lookups, and what a request does meanwhile. A fill uses none of
-the scheduler's poll time, and its end is neither a timeout of the daemon nor counted by the breaker: storage may be slow.
+A fill uses none of the scheduler's poll time. Storage may be slow, so the end of a fill is neither a timeout of the daemon nor
+counted by the breaker.
+
+Owns: the fills in flight and their deadlines. Refuses to know: lookups, and what a request does meanwhile.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ Q = TypeVar("Q")
 
 
 class AwaitedFills(Generic[Q]):
-    """`answer` is called once for each fill that has begun, unless it is dropped first."""
+    """Fills in flight. `answer` is called once for each fill, unless the fill is dropped first."""
 
     def __init__(
         self,

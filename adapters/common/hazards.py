@@ -1,7 +1,7 @@
 """Blocks that must not be touched: a store still reads them, or a load may still write them.
 
-Owns: which stores were not acknowledged by every rank and what they read; which blocks are quarantined; the pins of both.
-Refuses to know: requests, keys, messages. Runs on the engine's scheduler thread.
+Owns: the stores that some rank has not acknowledged, with the blocks they read; the quarantined blocks; the pins of both. Refuses
+to know: requests, keys, messages. Runs on the engine's scheduler thread.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class _Store:
 
 
 class PinnedStores:
-    """Stores from their plan until no server can publish what their blocks will hold next; their blocks are pinned so long.
+    """Stores whose blocks are pinned, from the plan until no server can publish what the blocks will contain next.
 
-    That is when every rank has reported their end; or `seconds`, which exceed their deadline, after the outputs of the step with
-    which they were sent: every rank that will ever begin a store has begun it by then, and no server publishes one after its
-    deadline. So one whose ranks never answer is forgotten; one whose step never ends is not.
+    A store ends here when every rank has reported its end. A rank may never report, so a store also ends `seconds` after the
+    outputs of the step with which it was sent. `seconds` exceeds the store's deadline: by then every rank that will ever begin it
+    has begun, and no server publishes it. A store whose step never ends stays pinned.
     """
 
     def __init__(self, pool: Pool, ranks: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -77,7 +77,7 @@ class PinnedStores:
         self._forget_late()
 
     def ended(self, store_id: int) -> None:
-        """One rank reports the store's end."""
+        """Note one rank's report of the store's end."""
         store = self._stores.get(store_id)
         if store is None:
             return
@@ -86,7 +86,7 @@ class PinnedStores:
             self._forget(store_id)
 
     def kept(self) -> int:
-        """How many blocks only stores keep."""
+        """Number of blocks that only stores keep from the engine."""
         kept = self._pool.kept
         return len(kept.intersection(chain.from_iterable(s.block_ids for s in self._stores.values()))) if kept else 0
 
@@ -123,18 +123,18 @@ class _Load:
 
 
 class Quarantine:
-    """Blocks of loads that were given up while the server may still write them, kept from reuse by a pin."""
+    """Blocks of loads that were given up while the server may still write them. A pin keeps them from reuse."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._loads: dict[int, _Load] = {}
 
     def __len__(self) -> int:
-        """How many blocks; a block that several loads may write counts once for each."""
+        """Number of blocks; a block counts once for each load that may write it."""
         return sum(len(load.block_ids) for load in self._loads.values())
 
     def add(self, load_id: int, block_ids: list[int]) -> bool:
-        """One rank reports a load that was given up; True for the first rank, before the engine frees the blocks."""
+        """Note one rank's report of a load that was given up. True for the first rank, before the engine frees the blocks."""
         held = self._loads.get(load_id)
         if held is not None:
             held.ranks += 1
@@ -144,7 +144,7 @@ class Quarantine:
         return True
 
     def release(self, load_id: int) -> None:
-        """One rank reports that the server no longer writes the blocks; the last rank's report frees them."""
+        """Note one rank's report that the server no longer writes the blocks; the last rank's report frees them."""
         held = self._loads.get(load_id)
         if held is None:
             return

@@ -1,7 +1,7 @@
 """CPU memory: storages in shared memory, handed over by descriptors.
 
-An engine knows the addresses of its KV cache before it registers: model runners capture them. So the memory is shared from its allocation
-on (`shared_allocation`). A storage that is not is moved only where the engine is known to capture nothing.
+Model runners capture the addresses of the KV cache before it is registered. So `shared_allocation` shares the memory as it is
+allocated. Other storage is moved only where the engine is known to capture nothing.
 
 Owns: the allocation, and the check that /dev/shm has space. Refuses to know: planes, sockets.
 """
@@ -48,7 +48,7 @@ class HostMemory:
 
 
 class shared_allocation(TorchFunctionMode):  # type: ignore[misc]  # named as torch names its own
-    """Within it `torch.zeros(bytes, dtype=torch.int8, device="cpu")` allocates shared memory, while /dev/shm has space."""
+    """Context in which `torch.zeros(bytes, dtype=torch.int8, device="cpu")` allocates shared memory, while /dev/shm has space."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -1,6 +1,6 @@
-"""When an engine's scheduler sends its description to the daemon: to each daemon, after changes, and once a second.
+"""Times at which an engine's scheduler sends its description to the daemon: to each daemon, after changes, and once a second.
 
-The daemon forgets an instance that registers again, as after sleep, and refuses one that has not registered; a repeated
+The daemon forgets an instance that registers again, as after sleep, and refuses one that has not registered. A repeated
 description costs nothing. Refuses to know: what is described.
 """
 

@@ -1,9 +1,8 @@
 """The connection to the daemon, kept by a thread that is not the engine's.
 
-The thread sends Hello, for a worker it also attaches and registers, then it watches the lifeline. It tries
-again, with jitter, for as long as the engine runs. The engine's threads only read `session`: None
-means no cache at present. A `Breaker` counts timeouts; while it is open, the engine waits for
-nothing until the thread has received an answer.
+The thread sends Hello; for a worker it also attaches and registers. Then it watches the lifeline. It retries, with jitter, for as
+long as the engine runs. The engine's threads only read `session`: None means no cache at present. A `Breaker` counts timeouts.
+While it is open the engine waits for nothing, until the thread has received an answer.
 
 Owns: connecting, registering, probing. Refuses to know: lookups, loads and stores.
 """
@@ -48,10 +47,10 @@ _ABSENT_SECONDS = 0.25  # the largest while there is no daemon: the attempt is c
 
 @dataclass
 class Session:
-    """One daemon process as seen by one half of one engine.
+    """A daemon process as seen by one half of one engine.
 
-    `ended` is set once and for all, by the link's thread: from then on the daemon neither reads nor writes the registered
-    memory. `channel` is used and closed by one owner only: the send queue in a worker, the engine's thread in a scheduler.
+    The link's thread sets `ended` once and for all: the daemon then neither reads nor writes the registered memory. `channel` is
+    used and closed by one owner only: the send queue in a worker, the engine's thread in a scheduler.
     """
 
     hello: HelloReply
@@ -64,7 +63,7 @@ class Session:
 
 @dataclass
 class Registration:
-    """What a worker registers: the message, given the session's Hello and attachment, and the descriptors.
+    """A worker's registration: makes the message from the session's Hello and attachment; carries the descriptors.
 
     `margin_seconds`: how long a GPU may still write after its daemon has died.
     """
@@ -77,7 +76,7 @@ class Registration:
 class Breaker:
     """Counts timeouts in a row; any answer closes it. Used by one engine thread and the link's thread.
 
-    The first answer closes it, received by the link's thread, or by the engine's thread as a late reply.
+    The closing answer is received by the link's thread, or by the engine's thread as a late reply.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
@@ -101,7 +100,7 @@ class Breaker:
 
 
 def absence(endpoint: str) -> CacheStatus | None:
-    """Why nothing is to be sent to the endpoint, found without sending."""
+    """Reason why nothing can be sent to the endpoint, found without sending; None if there is none."""
     if not has_listener(endpoint):
         return CacheStatus("no_daemon", f"no kvserver at {endpoint}")
     if stranger := stranger_at(endpoint):
@@ -126,7 +125,10 @@ def failure(endpoint: str, error: Exception) -> CacheStatus:
 
 
 class Link:
-    """REQUIRES: start() once, stop() once; `session` and `breaker` may be read from the engine's thread."""
+    """Connection of one half of an engine to the daemon.
+
+    REQUIRES: start() once, stop() once; the engine's thread may read `session` and `breaker`.
+    """
 
     def __init__(self, endpoint: str, name: str, registration: Registration | None = None) -> None:
         self.session: Session | None = None
@@ -160,7 +162,7 @@ class Link:
 
     @property
     def cache_status(self) -> CacheStatus:
-        """Whether this half has a daemon to speak to, and why not."""
+        """Cache status of this half: whether it has a daemon, and why not."""
         if self.usable() is not None:
             return CONNECTED
         if self.session is not None and self.breaker.open:
@@ -221,7 +223,7 @@ class Link:
         session.ended.set()
 
     def _connect(self) -> Session | None:
-        """One attempt; None if it failed, with the reason logged once."""
+        """Attempt to connect once; None if it failed, with the reason logged once."""
         if (absent := absence(self._endpoint)) is not None:
             self._note_absence(absent)
             return None
@@ -262,8 +264,8 @@ class Link:
     def _watch(self, session: Session) -> bool:
         """Return when the session is over; while the breaker is open, send Hello until the daemon answers.
 
-        True if another daemon answers and only lookups and notices are sent in this session: it is used until the next one is connected,
-        since requests in between would miss.
+        True if another daemon answers and only lookups and notices are sent in this session. The session is then used until the
+        next one is connected, since requests in between would miss.
         """
         keeps, pause, refresh_at = self._registration is None, _RETRY_SECONDS[0], 0.0
         while not self._stopping:
@@ -325,7 +327,7 @@ class Link:
         attachment.close()
 
     def _unregistered(self, session: Session, attachment: Attachment) -> bool:
-        """Whether the server has answered that it closed its mappings. False when it has ended the connection instead."""
+        """True once the server has answered that it closed its mappings; False if it has ended the connection instead."""
         bye = UnregisterWorker(boot_id=session.hello.boot_id, registration=session.registration)
         while attachment.alive():
             with contextlib.suppress(RequestFailed, OSError, TimeoutError), Client(self._endpoint, 1.0) as client:

@@ -1,6 +1,6 @@
-"""The ends of requests' loads, each of which may be several copies.
+"""Ends of requests' loads. A load may be several copies.
 
-Owns: which loads are under way, have ended or failed, until the engine collects it. Refuses to know: copies' states (`endings`).
+Owns: the loads under way, ended or failed, until the engine collects the result. Refuses to know: copies' states (`endings`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class LoadEnds:
         self._invalid: set[int] = set()
 
     def part_ended(self, spec: LoadSpec, *, failed: bool) -> bool | None:
-        """One copy of a request's load ended. Returns None while other copies of it run, then whether one of them failed."""
+        """Note the end of one copy of a request's load. Returns None while other copies of it run, then whether one of them failed."""
         ended, any_failed = self._parts.pop(spec.request_id, (0, False))
         ended, any_failed = ended + 1, any_failed or failed
         if failed and not self._fails_requests:

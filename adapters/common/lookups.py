@@ -1,9 +1,9 @@
 """The scheduler half's lookups: sent when a request arrives, polled when the engine needs the answer, sent again when it is old.
 
+The engine's scheduler thread waits only here: `poll_seconds` per pass over all requests together, 0 with an open breaker. The
+daemon may want the single blocks of the first missed chunk. They are sent when its reply arrives, for most lookups need none.
+
 Owns: the lookups in flight, and those that wait for a place in the queue. Refuses to know: requests, loads, stores.
-Where the daemon wants the single blocks of the first missed chunk, they are sent as its reply arrives: most lookups need none.
-The only wait of the engine's scheduler thread is here: `poll_seconds` per pass over all requests together, none
-with an open breaker.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Answer:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Question:
-    """The lookup of one request: how many of its chunks, from the first on, the daemon has."""
+    """Lookup of one request: the number of its leading chunks that the daemon has."""
 
     answer: Answer | None = None
     deadline: float = 0.0  # of the answer; 0 = not set: it is set when the lookup is sent or when the engine needs it, whichever is first
@@ -78,7 +78,7 @@ class Lookups:
         return len(self._fills)
 
     def must_send(self, question: Question) -> bool:
-        """Whether a lookup is to be sent: none is under way, and the answer is old or void. With an open breaker it is a miss."""
+        """True if a lookup is to be sent: none is under way, and the answer is old or void. With an open breaker the lookup is a miss."""
         if question in self._waiting or question in self._in_flight or question in self._fills:
             return False
         now = time.monotonic()
@@ -134,7 +134,7 @@ class Lookups:
             self._answer(question, found)
 
     def _tail_answered(self, question: Question, before: LookupReply, reply: Reply) -> None:
-        """What was found before is found all the same, if this is an error."""
+        """Answer the lookup by `reply`, or by the reply before it if `reply` is an error."""
         del self._in_flight[question]
         self._full = False
         self._answer(question, reply if isinstance(reply, LookupReply) else before)
@@ -151,7 +151,7 @@ class Lookups:
         self._fills.drop(question)
 
     def awaits_fill(self, question: Question) -> bool:
-        """Whether the daemon still reads for it. However many wait, a pass looks for replies and late ones once."""
+        """True while the daemon still reads from L2 for the lookup. A pass looks for replies once, for any number of waiting lookups."""
         if question not in self._fills:
             return False
         if not self._looked_at_fills:

@@ -1,7 +1,7 @@
 """The KV cache as registered memories and planes.
 
-Owns: which storages there are, where each layer lies in which registered memory, and the text of the layout. Refuses
-to know: how memory is handed over (`exporter`), sockets, and what the memory means.
+Owns: the list of storages, the place of each layer in the registered memories, and the text of the layout. Refuses to know: how
+memory is handed over (`exporter`), sockets, and what the memory means.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvserver.protocol import Memory, Plane
 
 @dataclass(frozen=True)
 class SharedCaches:
-    """`fds` are sent with Attach, in this order, and closed when the registration ends."""
+    """KV cache in shareable memory. `fds` are sent with Attach, in this order, and closed when the registration ends."""
 
     fds: list[int]
     memory: list[Memory]
@@ -105,7 +105,7 @@ def _layers_of_groups(
 
 
 def _distinct(layers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Without those that are another one's tensor: layers may share their KV."""
+    """Layers without those that have another layer's tensor: layers may share their KV."""
     first = {_place(tensor): name for name, tensor in reversed(layers.items())}
     return {name: tensor for name, tensor in layers.items() if first[_place(tensor)] == name}
 

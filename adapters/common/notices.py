@@ -1,9 +1,10 @@
 """The scheduler half's notices to the daemon: what the block pool did, and which requests ended.
 
-Owns: the sequence of these notices, and when a full state is due: at the start of a session, when records or a notice
-were lost, when the daemon requests it. Refuses to know: lookups, loads, stores, and how a daemon uses a report.
+A full state is due at the start of a session, after records or a notice were lost, and when the daemon requests it. A pass sends
+one report at most; only a full state that exceeds one message is split.
 
-A pass sends one report at most; only a full state is split where one message cannot carry it.
+Owns: the sequence of these notices, and when a full state is due. Refuses to know: lookups, loads, stores, and how a daemon uses
+a report.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class EngineNames:
 
 @dataclass(frozen=True)
 class Records:
-    """The fields of ExactRecords with the same names."""
+    """Records of the block pool: the fields of ExactRecords with the same names."""
 
     records: bytes
     marks: bytes
@@ -52,7 +53,7 @@ class RecordedPool(Protocol):
 
 @dataclass(slots=True)
 class Prompt:
-    """Where the tokens of a prompt came from: the fields of EndRequest with the same names."""
+    """Prompt tokens of a request by source: the fields of EndRequest with the same names."""
 
     prompt_tokens: int = 0
     local_tokens: int = 0
@@ -100,7 +101,7 @@ class Notices:
 
     @property
     def has_unsent_records(self) -> bool:
-        """Whether the next pass sends records; False while a full state is due, which is sent at its own time."""
+        """True if the next pass sends records. False while a full state is due, which is sent at its own time."""
         return self._pool.has_records and not (self._full_due or self._pool.lost)
 
     def send_blocks(self) -> None:

@@ -1,12 +1,11 @@
 """Tensors to planes, from shapes and strides alone.
 
-Owns: finding the block dimension, the contiguous runs, and their order in a slot. Refuses to know: what
-layers, heads or dtypes mean, and how memory is shared.
+Method: remove the block dimension and sort the others by stride. The contiguous tail is the run; the other dimensions enumerate
+planes. Planes of one memory are ordered by offset, and those that lie end to end within one block are merged. Memories are
+ordered by their first layer. Addresses do not count, for they differ from process to process. Offsets in a memory do not.
 
-Method: take the block dimension out, sort the other dimensions by stride; the tail that is contiguous
-is the run, the other dimensions enumerate planes. Within one memory planes go by offset, and those that
-lie end to end within one block are merged; memories go by their first layer. No address counts: those
-differ from process to process, offsets in a memory do not.
+Owns: the block dimension, the contiguous runs, and their order in a slot. Refuses to know: what layers, heads or dtypes mean, and
+how memory is shared.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ MAX_PLANES = 65536  # what one registration may name
 
 
 class UnsupportedLayout(Exception):
-    """These tensors cannot be divided into blocks; the message states why."""
+    """Tensors that cannot be divided into blocks; the message states why."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One plane before merging: run number `run` of layer number `layer`."""
+    """A plane before merging: run number `run` of layer number `layer`."""
 
     layer: int
     run: int
@@ -36,10 +35,10 @@ class Piece:
 
 
 def block_dimension(shape: Sequence[int], num_blocks: int, known: int | None = None) -> int:
-    """Which dimension counts blocks: `known` to the engine, or the only one that can.
+    """Index of the dimension that counts blocks: `known` to the engine, or the only one that can.
 
-    Its size may be a multiple of `num_blocks`: tokens of a block (SGLang), or kernel blocks that split the
-    manager's (vLLM). Never a guess: with two candidates UnsupportedLayout.
+    Its size may be a multiple of `num_blocks`: tokens of a block (SGLang), or kernel blocks that split the manager's (vLLM).
+    Never a guess: two candidates raise UnsupportedLayout.
     """
     found = [i for i, n in enumerate(shape) if n and n % num_blocks == 0]
     if known is not None:
@@ -118,7 +117,7 @@ def merge(pieces: Sequence[Piece], num_blocks: int) -> list[Plane]:
 
 
 def _joined(last: Plane, plane: Plane) -> Plane | None:
-    """Both as one plane, if they touch or overlap and fit into one block's stride."""
+    """Join both planes, if they touch or overlap and fit into one block's stride; else None."""
     if (last.memory, last.stride_bytes) != (plane.memory, plane.stride_bytes):
         return None
     if plane.offset > last.offset + last.run_bytes:
@@ -143,9 +142,9 @@ def _refuse_overlap(planes: Sequence[Plane], num_blocks: int) -> None:
 
 
 def describe(name: str, tensor: torch.Tensor, num_blocks: int, known: int | None = None) -> str:
-    """How one layer's block is arranged: its dimensions by falling stride, as `runs` puts them in order.
+    """Arrangement of one layer's block: its dimensions by falling stride, as `runs` orders them.
 
-    The strides themselves may grow with the number of blocks, which engines that share need not have in common.
+    The strides are left out: they may grow with the number of blocks, which engines that share KV need not have in common.
     """
     blocks = by_block(tensor, num_blocks, known)
     dims = zip(blocks.stride()[1:], range(1, blocks.dim()), blocks.shape[1:], strict=True)
@@ -153,7 +152,7 @@ def describe(name: str, tensor: torch.Tensor, num_blocks: int, known: int | None
 
 
 def describe_order(pieces: Sequence[Piece]) -> str:
-    """In which order a slot holds the layers' runs, and which bytes they have in common.
+    """Order of the layers' runs in a slot, and the bytes that they have in common.
 
     With `describe` of each layer it makes a text for the fingerprint: equal texts mean interchangeable bytes.
     """

@@ -1,15 +1,15 @@
 """Stores and Retrieves on their way to the daemon, and the answers on their way back.
 
-A copy may begin only when the engine's own work on its blocks is done. On CPUs it is done when the step has
-run: `DirectSendQueue` sends at once. A GPU works later than the engine's thread queues: `OrderedSendQueue` records
-an event between two steps, and a thread of its own waits for the event, without the GIL, and then sends. So no
-process waits for another process's work on the GPU, and the engine's thread waits for no event. A store need not wait for steps
-behind the one that computed its KV: asynchronous scheduling has queued the next one when a step is accepted.
+A copy may begin only when the engine's own work on its blocks is done. On a CPU it is done when the step has run:
+`DirectSendQueue` sends at once. A GPU works later than the engine's thread queues. `OrderedSendQueue` records an event between
+two steps; a thread of its own waits for the event, without the GIL, and then sends. So no process waits for another process's
+work on the GPU, and the engine's thread waits for no event. With asynchronous scheduling the next step is queued when a step is
+accepted; a store waits only for the step that computed its KV.
+
+Who may still write while a message waits here, or after it was dropped: the engine only, for the daemon has not received the
+message. If the word is cancelled while its message is sent, the daemon drops the message by its word.
 
 Owns: the session's channel, and the order of messages. Refuses to know: stores and loads, what a copy's end means.
-
-Who may still write while a message waits here, or after it was dropped: the engine only, since the daemon has not
-received the message. If the word is cancelled while its message is sent, the daemon drops the message by its word.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MARKS = 8  # steps; a message for an older one waits longer than it needs
 
 @dataclass(frozen=True)
 class NotSent:
-    """Why a posted message was not sent."""
+    """Reason why a posted message was not sent."""
 
     reason: str  # cancelled, late, full, failed, or `gone`: the session has ended
     error: Exception | None = None  # raised by the engine's own work, or by the sender
@@ -46,7 +46,7 @@ Answer: TypeAlias = Reply | NotSent
 
 
 class SendQueue(Protocol):
-    """Used by the engine's thread alone."""
+    """Queue of messages to the daemon, used by the engine's thread alone."""
 
     def adopt(self, session: Session | None) -> None:
         """Use this session from now on, or none; the channel of the session before is closed."""
@@ -67,7 +67,7 @@ class SendQueue(Protocol):
         """Wait `seconds` at most for an answer or for a time at which a state word may have changed."""
 
     def is_queued(self, sequence: int) -> bool:
-        """Whether this message still waits here for the engine's work."""
+        """True while this message still waits here for the engine's work."""
 
     def close(self) -> None:
         """End the queue. Never waits without a limit."""
@@ -85,7 +85,7 @@ class DirectSendQueue:
         self._sequences.clear()
 
     def begin_step(self, step: int) -> None:
-        """Nothing is queued."""
+        """Do nothing: no message is queued."""
 
     def post(self, message: Message, computed_in: int | None = None) -> bool:
         number = self.session.channel.send(message) if self.session is not None else None
@@ -128,7 +128,7 @@ class _QueuedMessage:
     event: WorkEvent
 
     def is_wanted(self) -> bool:
-        """Whether the message's word is still as it was armed."""
+        """True while the message's word is as it was armed."""
         words, word = self.session.words, self.message
         return words is not None and words.move(word.word, word.sequence, State.PENDING, State.PENDING)
 
@@ -143,11 +143,12 @@ class _Adopt:
 
 
 class OrderedSendQueue:
-    """First in, first out. The two threads share four fields, whose single operations are atomic under the GIL:
+    """First-in, first-out queue with a thread that waits for the GPU.
 
-    `_tasks` (engine appends, thread takes), `_answers` (the reverse), `_queued` (engine adds, thread discards) and
-    `_closing`. All else belongs to one thread. The thread may wait for ever for an event of a GPU that hangs: it is
-    a daemon thread, close() leaves it, and its channel ends with the process.
+    Two threads share four fields, whose single operations are atomic under the GIL: `_tasks` (engine appends, thread takes),
+    `_answers` (the reverse), `_queued` (engine adds, thread discards) and `_closing`. All else belongs to one thread. The thread
+    may wait for ever for an event of a GPU that hangs. It is a daemon thread: close() leaves it, and its channel ends with the
+    process.
     """
 
     def __init__(self, make_event: Callable[[], WorkEvent]) -> None:
@@ -241,7 +242,7 @@ class OrderedSendQueue:
             self._queued.discard(sequence)
 
     def _send(self, queued: _QueuedMessage) -> str | None:
-        """Why the message was not sent, or None."""
+        """Send the message; return the reason if it was not sent."""
         if not queued.is_wanted():
             return "cancelled"
         if self._sender.session is not queued.session or queued.session.ended.is_set():

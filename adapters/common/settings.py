@@ -1,6 +1,6 @@
-"""What an operator may set in any engine, and how an engine's extra configuration is read.
+"""Settings that any engine's adapter has, and how an engine's extra configuration is read.
 
-Owns: the keys, their defaults and costs. Refuses to know: who uses them.
+Owns: the keys, their defaults and costs. Refuses to know: which parts use them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ REMOVED = {"settle_ms": "no step waits for stores"}  # ignored in this version, 
 
 
 class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Field `load_timeout_ms` is the key `kvserver.load_timeout_ms`."""
+    """Settings by key: field `load_timeout_ms` is the key `kvserver.load_timeout_ms`."""
 
     endpoint: Annotated[
         str,

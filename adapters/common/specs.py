@@ -1,4 +1,4 @@
-"""One load and one store, as an engine's scheduler describes them to its workers.
+"""A load and a store as an engine's scheduler describes them to its workers.
 
 Refuses to know: how they are chosen or carried out.
 """
@@ -15,7 +15,7 @@ from kvserver.protocol import ChunkContents, Durability
 
 @dataclass(slots=True)
 class CopySpec:
-    """Of one object group. Block ids are [position][member], packed by pack_blocks(). No two copies of an engine have the same `copy_id`."""
+    """Copy of objects of one group. Block ids are [position][member], packed by pack_blocks(). `copy_id` is unique within the engine."""
 
     kind: ClassVar[str]
     copy_id: int
@@ -40,7 +40,7 @@ class LoadSpec(CopySpec):
 
 @dataclass(slots=True)
 class StoreSpec(CopySpec):
-    """Copy whole objects out, which no step behind `step` computes."""
+    """Copy whole objects out. No step behind `step` computes any of their KV."""
 
     kind = "store"
     contents: ChunkContents | None = None  # sent by rank 0

@@ -1,10 +1,9 @@
-"""How many prompt tokens a second the engine computes at present: what a token not computed saves.
+"""Prompt tokens a second that the engine computes at present: the time that a token not computed saves.
+
+Measured over steps with enough prompt tokens to be mostly prefill; decoding in the same step is included. Under asynchronous
+scheduling a step is planned while the one before still runs. Its time is then too long, and the speed an underestimate.
 
 Owns: the steps between their plan and their end. Refuses to know: requests, and how the speed is used.
-
-Measured over steps with enough prompt tokens to be about prefill, decoding in the same step included. Under
-asynchronous scheduling a step is planned while the one before still runs, so its time is too long: the speed is then
-an underestimate.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What the halves report to the engine's metrics and log: the counters, and how those of ranks and halves add up.
+"""Reports of the halves to the engine's metrics and log: the counters, and how those of ranks and halves add up.
 
-A report is a dict that the engine carries as JSON or msgpack: a number for each counter, by label where it has one, a list of
-seconds for each kind of copy; and how the halves are. Refuses to know: when an event is to be counted, and the metrics made of the
-counts.
+A report is a dict that the engine carries as JSON or msgpack. It has a number for each counter, by label where the counter has
+one, a list of seconds for each kind of copy, and the status of the halves. Refuses to know: when an event is to be counted, and
+the metrics made of the counts.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _REPEAT_SECONDS = 1.0  # a half reports an unchanged status again: each report r
 
 
 class StatsReporter:
-    """Reports of one half: remembers what was reported so far."""
+    """Reporter of one half; remembers what it has reported."""
 
     def __init__(self, half: str) -> None:
         self._half = half
@@ -73,7 +73,7 @@ class StatsReporter:
     def report(
         self, counters: Counter[str], errors: Counter[str], status: CacheStatus, quarantined: int
     ) -> dict[str, Any]:
-        """What is new: by how much counts have grown, and how the half is. `errors`: by "place: kind"."""
+        """Growth of the counts after the last report, and the status of the half. `errors`: by "place: kind"."""
         data: dict[str, Any] = {}
         if dict.__ne__(counters, self._counted):  # in most steps nothing has grown; a Counter's own comparison is slow
             self._add_counts(data, counters)
@@ -106,7 +106,7 @@ def added(mine: dict[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def summary(data: Mapping[str, Any]) -> dict[str, int | float]:
-    """For a line of the engine's log: sums, and of copies their number."""
+    """Summary for a line of the engine's log: sums, and the number of copies."""
     line: dict[str, int | float] = {}
     if HALVES in data:
         line["connected"] = int(all(CacheStatus(*half).connected for half in data[HALVES].values()))

@@ -1,6 +1,6 @@
-"""What the scheduler half and the worker half send each other, through the engine, once per step.
+"""Records that the scheduler half and the worker half exchange, through the engine, once per step.
 
-Owns: the plain records. Refuses to know: how they are made or acted on.
+Refuses to know: how they are made or acted on.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ ASLEEP = -1
 
 @dataclass
 class StepPlan:
-    """Scheduler to worker."""
+    """Plan of one step, from scheduler to worker."""
 
     loads: list[LoadSpec] = field(default_factory=list)
     stores: list[StoreSpec] = field(default_factory=list)
@@ -27,7 +27,7 @@ class StepPlan:
 
 @dataclass
 class StepReport:
-    """Worker to scheduler; after aggregate() the lists hold one entry per rank."""
+    """Report of one step, from worker to scheduler. After aggregate() its lists hold one entry per rank."""
 
     ended_stores: list[int] = field(default_factory=list)
     copied: list[tuple[int, int]] = field(default_factory=list)  # (store id, objects): they were not there before

@@ -24,7 +24,7 @@ Answered = Callable[[int, CacheStatus, float], None]  # (engine index; its statu
 
 
 class Watch:
-    """Ends some seconds after `stop` is set."""
+    """Thread that queries the daemon. It ends some seconds after `stop` is set."""
 
     def __init__(self, endpoint: str, engines: Mapping[int, EngineNames], answered: Answered) -> None:
         """`engines`: by index."""

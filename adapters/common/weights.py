@@ -1,8 +1,9 @@
-"""Digests of a model's or a LoRA's files, and of code: samples of their content, so that copies are equal wherever and whenever they were made.
+"""Digests of a model's or a LoRA's files, and of code: equal for equal content, wherever and whenever the files were made.
 
-Of safetensors the names, types and shapes of all tensors and some bytes of each; of other files pieces all through them. A *whole*
-digest is of every byte. Names of folders and times of files do not matter. What was read of a file is remembered by its
-inode, size and ctime; whole digests, which take a second for each gigabyte or so, in `$XDG_CACHE_HOME/kvserver` for other processes too.
+A digest is of samples. Of safetensors it covers the names, types and shapes of all tensors and some bytes of each; of other
+files, pieces all through them. A *whole* digest covers every byte and takes about a second for each gigabyte. Names of folders
+and times of files do not matter. Digests are remembered by a file's inode, size and ctime; whole ones in
+`$XDG_CACHE_HOME/kvserver`, for other processes too.
 
 Owns: reading and digesting files. Refuses to know: which of them an engine reads.
 """
@@ -35,11 +36,11 @@ _LONGEST_HEADER = 100_000_000  # as safetensors itself has it
 
 
 class NoWeights(Exception):
-    """A folder without weights, or one that cannot be read."""
+    """Folder that has no weights or cannot be read."""
 
 
 class Stamp(NamedTuple):
-    """A file as it is now: a change of its content changes the stamp."""
+    """State of a file: a change of its content changes the stamp."""
 
     inode: int
     size: int
@@ -110,7 +111,7 @@ def _whole_digest(path: Path, stamp: Stamp) -> str:
 
 
 def _remembered(path: Path, stamp: Stamp) -> Path | None:
-    """Where the digest of a file's whole content is kept; None for a user without a home."""
+    """Path of the stored digest of a file's whole content; None for a user without a home."""
     try:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError:
@@ -137,7 +138,7 @@ def _file_digest(path: Path, stamp: Stamp) -> str:
 
 
 def _files(folder: Path, deep: bool) -> Iterator[Path]:
-    """What an engine may read of a folder, in the order of names."""
+    """Files of a folder that an engine may read, in the order of names."""
     for here, folders, names in os.walk(folder):
         inside = (name for name in folders if not name.startswith(".") and name not in _SKIPPED_FOLDERS)
         folders[:] = sorted(inside) if deep else []

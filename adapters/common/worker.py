@@ -1,13 +1,12 @@
 """The worker half: registers the KV cache, sends copies, watches their state words.
 
-Owns: the copies in flight of one rank. Refuses to know: requests' tokens and the scheduler's state.
+A message may stay in the send queue until the engine's own work on its blocks is done: it is PENDING until then. `endings`
+decides what follows from a copy's state, and which process may still write then; it is carried out here. In any case, also after
+an exception, each copy of a plan is answered and each copy in flight is checked. A fault in one copy does not affect others.
+
 Runs on the engine's worker thread. Its only waits: one millisecond in a step that computes nothing, and detach().
 
-A message may stay in the send queue until the engine's own work on its blocks is done: it is PENDING until then.
-What follows from a copy's state, and who may still write then, is in `endings`; here it is carried out.
-
-What happens in any case, also after an exception: each copy of a plan is answered for, each copy in flight is checked. A
-fault in one copy is that copy's alone.
+Owns: the copies in flight of one rank. Refuses to know: requests' tokens and the scheduler's state.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _SHUT_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class PositionSize:
-    """A position of one object group: blocks, one of each member, and their bytes together."""
+    """Size of a position of one object group: its blocks, one of each member, and their bytes together."""
 
     blocks: int
     bytes: int
@@ -316,7 +315,7 @@ class WorkerHalf:
     # ---- what the engine collects ----------------------------------------------------------------
 
     def take_seconds(self) -> dict[str, list[float]]:
-        """How long each copy took that completed since the last call, by "load_seconds" and "store_seconds"."""
+        """Durations of the copies that completed after the last call, by "load_seconds" and "store_seconds"."""
         seconds, self._seconds = self._seconds, {}
         return seconds
 

@@ -1,11 +1,14 @@
 """The vLLM adapter, which vLLM finds by its plugin or by `kv_connector_module_path`.
 
-The walk: `connector` is vLLM's interface and keeps exceptions out of the engine; `scheduler` decides what to look up,
-load and store. In `adapters.common`, `worker` begins the copies and watches their state words, `dispatcher` sends the
-scheduler's messages and passes on the replies, `send_queue` sends the copies' messages once the engine's own work on
-their blocks is done, and `link` keeps the connection to the daemon in a thread of its own. A `registration` is made of
-`planes` and `memory` there and of `identity` here; `notices` there report what the block pool did, and `announcer`
-requests the daemon's tiers, which are published as `events`.
+- `connector` is vLLM's interface, and keeps exceptions out of the engine.
+- `scheduler` is the order of what each call of vLLM's does. Its parts are `loading`, `storing` and `reporting`.
+- `registration` is made of `planes` and `memory` in `adapters.common`, and of `identity` here.
+- `events` are the blocks of the daemon's tiers as vLLM's KV events.
+
+In `adapters.common`, `worker` begins the copies and watches their state words. `send_queue` sends their messages once the
+engine's own work on their blocks is done. `dispatcher` sends the scheduler's messages and passes on the replies. `link` keeps the
+connection to the daemon in a thread of its own. `notices` report what the block pool did; `announcer` requests the blocks of the
+daemon's tiers.
 """
 
 from kvserver.adapters.vllm.connector import KVServerConnector

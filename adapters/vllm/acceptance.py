@@ -1,15 +1,20 @@
 """Stores that wait until vLLM has accepted the step that computed their KV.
 
-vLLM takes steps back. It may find after a step that a sibling's synchronous load had failed, so that all behind it is garbage; a step's
-output may raise, and then vLLM never processes the step; a request may be preempted or aborted while its step is under way. **The rule: a
-chunk may be found only once every step that computed any token of its prefix was accepted.** So a store is planned with the step that
-completes its KV, and sent with the first step that is planned after that one was accepted. That of a LoRA also waits until its files were looked at.
+vLLM takes steps back:
+- After a step it may find that a sibling's synchronous load had failed, so that everything behind it is garbage.
+- A step's output may raise, and then vLLM never processes the step.
+- A request may be preempted or aborted while its step is under way.
 
-Steps are named by a number that the plan carries and the workers' report returns. They are never counted: vLLM drops a step before
-it raises, and goes on with the next one.
+**The rule: a chunk may be found only once every step that computed any token of its prefix was accepted.** So a store is planned
+with the step that completes its KV. It is sent with the first step that is planned after that one was accepted. A store of a LoRA
+also waits until its files were looked at.
 
-Owns: the steps under way and the stores that wait for each; which blocks hold KV that was taken back (`suspects`), and for each request up to which
-token its blocks are known to hold none (`RequestState.trusted_tokens`). Refuses to know: which KV is to be stored, and how.
+Steps are named by a number that the plan carries and the workers' report returns. They are never counted: vLLM drops a step
+before it raises, and goes on with the next one.
+
+Owns: the steps under way and the stores that wait for each; the blocks with KV that was taken back (`suspects`); for each
+request, up to which token its blocks are known to have none (`RequestState.trusted_tokens`). Refuses to know: which KV is to be
+stored, and how.
 """
 
 from __future__ import annotations
@@ -50,9 +55,10 @@ class _Step:
 
 
 class Acceptance:
-    """Steps, stores and suspect blocks of one engine. `block_tokens` of each KV cache group. A store is pinned before it waits here, and unpinned if it is dropped.
+    """Steps, stores and suspect blocks of one engine.
 
-    `suspects` is the pool's: a block that it allocates again is none.
+    A store is pinned before it waits here, and unpinned if it is dropped. `suspects` is the pool's: a block that it allocates
+    again is removed. `block_tokens`: of each KV cache group.
     """
 
     def __init__(
@@ -132,10 +138,10 @@ class Acceptance:
         self._reported = max(self._reported, step)
 
     def invalid_blocks(self, block_ids: set[int], requests: Iterable[RequestState]) -> None:
-        """vLLM declares these blocks, which were to be loaded, invalid. What was computed behind them is garbage as well.
+        """vLLM declares these blocks, which were to be loaded, invalid. KV computed behind them is garbage as well.
 
-        vLLM has one KV cache group then. It computes such a request anew in place; of that nothing is stored: a request that only shares the
-        block goes on behind it, and model runner V2 goes on from tokens of the step that was taken back (findings/).
+        vLLM has one KV cache group then. It computes such a request anew in place, and nothing of it is stored. A request that
+        only shares the block goes on behind it. Model runner V2 goes on from tokens of the step that was taken back (findings/).
         """
         self.suspects |= block_ids
         for state in {id(each): each for each in [*requests, *self._requests_under_way()]}.values():
@@ -166,7 +172,7 @@ class Acceptance:
         self._keep(unsent)
 
     def _keep(self, unsent: _Unsent) -> None:
-        """It goes out with the next step; should that step's plan be lost, its pins still end some time after the step."""
+        """Keep the store for the next step. Should that step's plan be lost, the store's pins still end some time after the step."""
         self._accepted.append(unsent)
         self._pins.sent(unsent.store.copy_id, self._step + 1)
 
@@ -192,13 +198,13 @@ class Acceptance:
         return [each for n, step in self._under_way.items() if n >= number for each in step.requests]
 
     def _requests_under_way(self) -> list[RequestState]:
-        """Also those that have ended meanwhile."""
+        """Requests of the steps under way, also those that have ended meanwhile."""
         return [state for state, _, _ in self._requests_from(0)]
 
     # ---- what is taken back ----------------------------------------------------------------------
 
     def drop_request(self, state: RequestState) -> None:
-        """It was aborted, or has failed: what steps under way compute of it is not accepted."""
+        """Drop the stores of a request that was aborted or has failed: KV that steps under way compute of it is not accepted."""
         self._drop_where(lambda unsent: unsent.state is state, [step.stores for step in self._under_way.values()])
 
     def drop_stores(self, store_ids: Iterable[int]) -> list[int]:

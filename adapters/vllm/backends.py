@@ -1,4 +1,4 @@
-"""Facts of vLLM's attention backends about the KV cache, and what they write into it before any token.
+"""Facts about vLLM's attention backends: their KV cache, and what they write into it before any token.
 
 Owns: their names. Refuses to know: strides, memory.
 """

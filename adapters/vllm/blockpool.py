@@ -49,7 +49,7 @@ _OWNED = RECORD_OWNED << RECORD_OPERATION_SHIFT
 
 
 class PoolHook:
-    """Replaces the pool's `metrics_collector` and forwards every call to the collector that it replaced."""
+    """Hook in place of the pool's `metrics_collector`. It forwards every call to the collector that it replaced."""
 
     def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self.clears = 0  # how often the engine forgot all blocks, which it does only while none is in use
@@ -87,8 +87,9 @@ class PoolHook:
         pool.reset_prefix_cache = self._resetting(pool.reset_prefix_cache)
 
     def _forward_to(self, inner: Any) -> None:
-        """The rest of the collector (sampling, draining) is the inner one's, by name: a __getattr__ would make each look
-        at an attribute of this object slow, and an event has ten.
+        """Forward the rest of the collector (sampling, draining) to the inner one, by name.
+
+        A __getattr__ would make each look at an attribute of this object slow, and an event has ten.
         """
         self._inner = inner
         for name in dir(inner) if inner is not None else ():
@@ -146,12 +147,12 @@ class PoolHook:
 
     @property
     def size(self) -> int:
-        """In blocks."""
+        """Size of the pool in blocks."""
         return len(self._blocks)
 
     @property
     def free(self) -> int:
-        """How many blocks the pool could allocate."""
+        """Number of blocks that the pool could allocate."""
         return self._pool.get_num_free_blocks() if self._pool is not None else 0
 
     # ---- what happened ------------------------------------------------------------------------
@@ -190,7 +191,7 @@ class PoolHook:
         return found
 
     def _mark(self, now: int) -> None:
-        """`now` is the time of the next record, which REQUIRES that there is one."""
+        """Mark `now` as the time of the next record. REQUIRES: there is a next record."""
         if len(self._records) >= MAX_RECORDS:
             self._drop()
             self.lost = True

@@ -1,6 +1,6 @@
-"""Values of vLLM's configuration as texts that are equal where the values are, in any process.
+"""Values of vLLM's configuration as texts: equal values have equal texts, in any process.
 
-Owns: the canonical form. Never a `repr`, which may hold an address: what has no such form is Refused.
+Owns: the canonical form. It is never a `repr`, which may contain an address; a value without such a form is Refused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DEEPEST = 40
 
 
 class Refused(Exception):
-    """This value has no form that another process would give it too."""
+    """Value without a form that another process would give it too."""
 
 
 def digest(value: Any) -> str:

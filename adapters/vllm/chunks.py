@@ -1,6 +1,6 @@
 """Chunks as the scheduler half counts and names them, and the single blocks behind the last chunk: the tail.
 
-Owns: their size, as the daemon of this session sets it, and where their objects lie in block tables. Refuses to know: lookups
+Owns: their size, which the daemon of the session sets, and the place of their objects in block tables. Refuses to know: lookups
 and stores.
 """
 
@@ -23,7 +23,7 @@ Offer: TypeAlias = tuple[int, int, int]
 
 
 class Uncovered(Exception):
-    """The engine allocated a block for a load that no object covers."""
+    """Load for which the engine allocated a block that no object covers."""
 
 
 class Chunks:
@@ -41,23 +41,25 @@ class Chunks:
         self.resize(0)
 
     def resize(self, chunk_tokens: int, tails: bool = False) -> None:
-        """As the daemon of this session sets it. `tails`: it serves single blocks too, of the models that have tails."""
+        """Set the size, as the daemon of this session states it. `tails`: it serves single blocks too, of the models that have tails."""
         self.tokens = chunk_tokens_for(chunk_tokens, self.groups) if self.groups else 1
         self.object_blocks = [group.object_blocks(self.tokens) for group in self.groups]
         self.tails = tails and has_tails(self.groups, self.tokens)
 
     @property
     def blocks(self) -> int:
-        """Of group 0 in a chunk."""
+        """Blocks of group 0 in a chunk."""
         return self.tokens // self.block_tokens
 
     def hashed(self, request: Request) -> int:
-        """How many chunks of the request the engine has hashed."""
+        """Number of the request's chunks that the engine has hashed."""
         return len(request.block_hashes) * self.hash_block_tokens // self.tokens
 
     def useful(self, request: Request) -> int:
-        """How many chunks to look up. One token is computed in any case: full attention's KV of it is computed again, a
-        window's or a state's must be that of an earlier boundary.
+        """Number of chunks to look up.
+
+        One token is computed in any case. Full attention may compute its KV again; a window or a state must be that of an earlier
+        boundary.
         """
         tokens = request.num_tokens if self.only_full else request.num_tokens - 1
         return min(self.hashed(request), int(tokens) // self.tokens)
@@ -106,7 +108,7 @@ class Chunks:
     # ---- objects in block tables --------------------------------------------------------------
 
     def tokens_of(self, tables: Tables) -> list[int]:
-        """How many tokens the tables have blocks for, by KV cache group; [0] without tables."""
+        """Tokens for which the tables have blocks, by KV cache group; [0] without tables."""
         if not tables:
             return [0]
         return [len(tables[member]) * group.block_tokens for group in self.groups for member in group.members]
@@ -123,7 +125,7 @@ class Chunks:
         return found
 
     def whole(self, group: int, tables: Tables, chunk: int) -> bool:
-        """Whether the tables have every block of the chunk's object: a window that moved on has lost some."""
+        """True if the tables have every block of the chunk's object. A window that moved on has lost some."""
         first, end = self._positions(group, chunk)
         return not any(NULL_BLOCK in tables[member][first:end] for member in self.groups[group].members)
 
@@ -132,9 +134,9 @@ class Chunks:
         return [id for chunk in chunks for id in self._by_position(group, tables, *self._positions(group, chunk))]
 
     def to_load(self, group: int, tables: Tables, local_tokens: int, tokens: int) -> tuple[range, int, list[int]]:
-        """What a load of tokens [local_tokens, tokens) reads and writes: (chunks, positions left out of the first, blocks).
+        """Load of tokens [local_tokens, tokens): (chunks to read, positions to skip in the first, blocks to write).
 
-        Blocks below a window are null: they are left out. Uncovered if a block is not null and no object covers it.
+        Blocks below a window are null and are left out. Raises Uncovered if no object covers a block that is not null.
         """
         size = self.groups[group].block_tokens
         first, end = local_tokens // size, -(-tokens // size)

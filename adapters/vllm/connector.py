@@ -1,7 +1,6 @@
 """`KVServerConnector`: vLLM's connector interface over the two halves.
 
-Owns: construction, and the fence that keeps every exception of the connector out of the engine. Refuses to know: how anything is
-decided.
+Owns: construction, and the fence that keeps the connector's exceptions out of the engine. Refuses to know: any decision.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ def fenced(default: Any = None, half: str = "") -> Callable[[Callable[..., R]], 
 
 
 class StillWritten(Exception):
-    """The KV cache must not be freed: a load that the daemon did not end may still write into it."""
+    """KV cache that must not be freed: a load that the daemon did not end may still write into it."""
 
 
 class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -200,22 +199,22 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return None
 
     def make_send_queue(self) -> SendQueue:
-        """On a GPU messages wait for the engine's work, which runs after the engine's thread has queued it."""
+        """Make the worker's send queue. On a GPU messages wait for the engine's work, which runs after the engine's thread has queued it."""
         on_gpu = self._registration is not None and self._registration.on_gpu
         return OrderedSendQueue(lambda: torch.cuda.Event(blocking=True)) if on_gpu else DirectSendQueue()
 
     def unregister_kv_caches(self, *args: Any, **kwargs: Any) -> None:
-        """vLLM 0.33 and later, before sleep frees the memory. StillWritten if it must not; vLLM's sleep fails then.
+        """Unregister the KV cache before vLLM's sleep frees the memory (0.33 and later). StillWritten if it must not; the sleep fails then.
 
-        Returns once the daemon has closed its mappings. If it has not in time and no load runs, the daemon can only read,
-        and publishes nothing of it: vLLM may free the memory, which stays in use until the daemon closes its mappings.
+        Returns once the daemon has closed its mappings. If it has not in time and no load runs, the daemon can only read, and
+        publishes nothing of it. Then vLLM may free the memory, which stays in use until the daemon closes its mappings.
         """
         if not self._unregister():
             raise StillWritten("kvserver does not answer, and a load may still write into the KV cache; try again")
 
     @fenced(False)
     def _unregister(self) -> bool:
-        """Whether the memory may be freed."""
+        """Unregister from the daemon; return whether the memory may be freed."""
         if self.worker is None:
             return True
         self._asleep = self._registration is not None
@@ -223,7 +222,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @fenced()
     def restore_kv_caches(self, *args: Any, **kwargs: Any) -> None:
-        """After sleep: there is memory at the same addresses again, perhaps other memory than before."""
+        """Register again after sleep: there is memory at the same addresses, perhaps other memory than before."""
         if self.worker is None or self._registration is None or not self._asleep:
             return
         self._asleep = False
@@ -233,10 +232,10 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             made[0].start(self._settings.connect_timeout_ms / 1000)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Begin the step's copies: behind what the model runner writes early (zeroes, copies of blocks and states), before the forward.
+        """Begin the step's copies: before the forward, behind the model runner's early writes (zeroes, copies of blocks and states).
 
-        Both runners call it there, in each step and on each rank. The forward neither reads nor writes what these copies do: a load's
-        request is in no batch yet, and a store's KV is of accepted steps, in pinned blocks.
+        Both runners call it there, in each step and on each rank. The forward neither reads nor writes what these copies do: a
+        load's request is in no batch yet, and a store's KV is of accepted steps, in pinned blocks.
         """
         super().bind_connector_metadata(connector_metadata)
         self._begin_stores()

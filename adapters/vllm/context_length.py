@@ -1,7 +1,7 @@
 """`max_model_len` where a model computes with it: LongRoPE chooses its factors by it, Llama 4 the temperature of its attention.
 
-The rule: what may compute with it is read, all of it; what cannot be read is assumed to. A model that only sizes its buffers by it has
-it count too, which costs no more than that engines of different lengths do not share.
+The rule: all sources that may compute with it are read. A source that cannot be read is assumed to compute with it. A model that
+only sizes its buffers by it counts too; the price is that engines of different lengths do not share its KV.
 
 Owns: whether a model's sources name it. Refuses to know: what else counts.
 """
@@ -31,9 +31,9 @@ def is_model(config: Any) -> bool:
 
 
 def counted_length(model: Any) -> int | str | None:
-    """Its value when the model was built; None where the model does not read it.
+    """Length when the model was built; None where the model does not read it.
 
-    Where vLLM fits it to the memory (-1), that comes later: the model was built with the value of its configuration.
+    If vLLM fits it to the memory (-1), the fit comes later: the model was built with the value of its configuration.
     """
     if not _reads_it(model):
         return None

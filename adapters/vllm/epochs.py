@@ -1,7 +1,7 @@
-"""Epochs of the weights: from when on no KV stored so far may be found.
+"""Epochs of the weights: a new epoch makes all KV stored so far unfindable.
 
-vLLM passes some resets on to the connector, and resets its prefix cache alone after others. Either may follow new weights. A
-reset that a sleep explains begins no epoch where sleep keeps the weights (`sleeps`).
+vLLM passes some resets on to the connector, and after others resets only its prefix cache. Either may follow new weights. A reset
+that a sleep explains begins no epoch where sleep keeps the weights (`sleeps`).
 
 Owns: which resets were seen, and until when nothing may be stored. Refuses to know: what an epoch makes void (`scheduler`).
 """
@@ -77,10 +77,10 @@ class Epochs:
             )
 
     def _begin(self, since: str, clears_awaited: int) -> None:
-        """No KV stored so far may be found, unless a configured version names the weights.
+        """Begin an epoch: no KV stored so far may be found, unless a configured version names the weights.
 
-        vLLM does not reset blocks that requests use: they keep KV of the old weights, and nothing is stored until
-        a reset has succeeded.
+        vLLM does not reset blocks that requests use: they keep KV of the old weights, and nothing is stored until a reset has
+        succeeded.
         """
         self._clears_awaited = clears_awaited
         self._begin_epoch(since)

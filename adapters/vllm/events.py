@@ -1,6 +1,6 @@
 """Blocks of the daemon's tiers as vLLM's own KV events.
 
-Owns: their form. Refuses to know: when which blocks are announced (`common.announcer`).
+Owns: the form of the events. Refuses to know: which blocks are announced, and when (`common.announcer`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _extra_keys_decoder = msgspec.msgpack.Decoder(list[tuple[Any, ...] | None])
 
 
 class TierEvents:
-    """`groups`: the engine's KV cache groups."""
+    """Maker of the events. `groups`: the engine's KV cache groups."""
 
     def __init__(self, groups: Sequence[KVGroup]) -> None:
         self._groups = groups

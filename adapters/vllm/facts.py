@@ -108,9 +108,9 @@ def _group(spec: Any) -> KVGroup:
 
 
 def _events_of(vllm_config: Any) -> tuple[str, str, str]:
-    """Where processes of this machine can subscribe to the engine's own KV events, and request missed ones; their topic.
+    """Endpoints of the engine's own KV events for processes of this machine: (subscribe, replay, topic).
 
-    vLLM listens at an address with a wildcard only; from another it connects to a subscriber. With port 0, only vLLM's
+    vLLM listens only at an address with a wildcard; from another address it connects to a subscriber. With port 0 only vLLM's
     publisher knows the port. In both cases no other process can subscribe.
     """
     config = vllm_config.kv_events_config
@@ -126,7 +126,7 @@ def _events_of(vllm_config: Any) -> tuple[str, str, str]:
 
 
 def local(endpoint: str) -> str:
-    """How to connect from this machine to what listens at the address."""
+    """Address by which this machine connects to a listener at `endpoint`."""
     for wildcard, address in (("//*:", "//127.0.0.1:"), ("//0.0.0.0:", "//127.0.0.1:"), ("//[::]:", "//[::1]:")):
         endpoint = endpoint.replace(wildcard, address)
     return endpoint

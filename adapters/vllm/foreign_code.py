@@ -1,10 +1,11 @@
-"""Code that is not vLLM's own and may compute KV: what plugins, programs and repositories registered with vLLM, by its content.
+"""Code that is not vLLM's own and may compute KV, by its content: plugins, programs and repositories registered with vLLM.
 
-The rule: whatever others may give vLLM to compute with is looked for here, or two versions of it share KV. What counts is the whole
-package that it is in, also what it imports from there; libraries beside it do not.
+The rule: every place from which vLLM can get code to compute with is searched here; otherwise two versions of that code would
+share KV. The whole package of the code counts, also the parts of it that the code imports. Libraries beside the package do not
+count.
 
-Owns: where vLLM keeps what others gave it, and the files of a module. Refuses to know: fields of the configuration, and what is done with code
-that cannot be read.
+Owns: the places where vLLM keeps such code, and the files of a module. Refuses to know: fields of the configuration, and what is
+done with code that cannot be read.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _NOT_COMPUTED_WITH = ("AutoTokenizer", "AutoConfig")
 
 
 class NoCode(Exception):
-    """Neither its sources nor a version of it can be had."""
+    """Code that has neither readable sources nor a version."""
 
 
 def plugins() -> Iterator[EntryPoint]:
@@ -108,7 +109,7 @@ def _registered(vllm_config: Any) -> Iterator[str]:
 
 
 def _table(module: str, name: str) -> dict[Any, Any]:
-    """One of vLLM's; empty where its module is not loaded, since nothing is registered then, or the version has none."""
+    """Registry of vLLM's; empty if its module is not loaded, since nothing is registered then, or if the version has none."""
     found: dict[Any, Any] = getattr(sys.modules.get(f"vllm.{module}"), name, {})
     return found
 

@@ -1,9 +1,9 @@
 """Loads under way while vLLM resets its prefix cache.
 
-vLLM resets its block pool only while no request has a block. With `reset_running_requests`, as for a pause, it takes the blocks from requests
-that run before, and not from those that wait for a load: `pause_generation(mode="keep", clear_cache=True)` raised beside a load of any
-connector. What a load brings is KV from before the reset, and nothing was computed upon it. So the pool may count the blocks as free, if vLLM
-begins the request again once its load has ended. That is what vLLM does after a failed load.
+vLLM resets its block pool only while no request has a block. With `reset_running_requests`, as for a pause, it first takes the
+blocks from the running requests, but not from those that wait for a load. So `pause_generation(mode="keep", clear_cache=True)`
+raises beside a load of any connector. Such a load brings KV from before the reset, and nothing was computed upon it. So the pool
+may count the blocks as free, if vLLM begins the request again once its load has ended, as it does after a failed load.
 
 Owns: the requests that wait for a load, and their blocks. Refuses to know: pins, copies and how a load is cancelled.
 """
@@ -32,7 +32,10 @@ class _Waiting:
 
 
 class WaitingForLoads:
-    """By request. `begin_again` has vLLM begin these requests again once their loads have ended; None: this vLLM cannot."""
+    """Requests that wait for a load, by request.
+
+    `begin_again` makes vLLM begin these requests again once their loads have ended; None if this vLLM cannot.
+    """
 
     def __init__(self) -> None:
         self.begin_again: Callable[[set[str]], Any] | None = None
@@ -62,7 +65,7 @@ class WaitingForLoads:
                     del self._waiting[request_id]
 
     def blocks(self) -> list[list[int]]:
-        """By request, blocks whose content nothing was computed upon. Empty where a reset is to disturb no request."""
+        """Blocks upon whose content nothing was computed, by request. Empty if the reset is to disturb no request."""
         if not resets_running_requests():
             return []
         return [each.blocks for each in self._waiting.values() if self._may_forget(each)]

@@ -1,11 +1,11 @@
 """Fields of vLLM's configuration that may differ between engines that share KV, each group with its reason.
 
-A field on no list counts, as do fields that a newer vLLM adds and fields that were not examined. A field is here only if, for the same
-key, it changes neither K nor V beyond what the composition of a batch does to their last bits, nor what a key or a
-slot means. Read in vLLM 0.32 and 0.33; names of other versions do no harm.
+A field on no list counts, as do fields that a newer vLLM adds and fields that were not examined. A listed field changes, for the
+same key, neither K nor V beyond what the composition of a batch does to their last bits. Nor does it change what a key or a slot
+means. Read in vLLM 0.32 and 0.33; names of other versions do no harm.
 
-The rule: what makes a computation lossy, or takes what it computes with from elsewhere, is never here: which drafts are accepted, from whom an
-encoder's output comes, whether a step that failed may be computed again.
+The rule: a field that makes a computation lossy, or takes its inputs from elsewhere, is never here. Examples: which drafts are
+accepted, where an encoder's output comes from, whether a step that failed may be computed again.
 
 Owns: the lists. Refuses to know: how the rest is compared.
 """
@@ -219,5 +219,5 @@ HARMLESS_OF_HF_CONFIG = frozenset({"_name_or_path", "transformers_version", "_co
 
 
 def is_harmless(config: Any, field: str) -> bool:
-    """Whether this field of a configuration object is on the list of its class or of one that it extends."""
+    """True if this field of a configuration object is on the list of its class or of a base class."""
     return any(field in HARMLESS.get(kind.__name__, ()) for kind in type(config).__mro__)

@@ -1,7 +1,7 @@
-"""Hits: what of a prompt is looked up in the daemon, and how much of the answer the engine is to load.
+"""Hits: which part of a prompt is looked up in the daemon, and how much of the answer the engine is to load.
 
-Owns: which chunks and single blocks a hit may have, and why nothing of it is loaded. Refuses to know: block tables, copies, stores,
-and how a lookup reaches the daemon (`lookups`).
+Owns: the chunks and single blocks that a hit may have, and the reasons to load nothing of it. Refuses to know: block tables,
+copies, stores, and how a lookup reaches the daemon (`lookups`).
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Hits:
         self._lookups = lookups
 
     def is_useful(self, state: RequestState) -> bool:
-        """Whether there is something to look up."""
+        """True if there is something to look up."""
         return self._useful_chunks(state) > 0 or bool(self._useful_tail(state, 0))
 
     def _useful_chunks(self, state: RequestState) -> int:
-        """How many a hit may have; so that a hit, and the load of it, is one message too."""
+        """Number of chunks that a hit may have, bounded so that the hit, and the load of it, fits one message."""
         useful = min(self._chunks.useful(state.request), state.wishes.most_tokens // self._chunks.tokens, MAX_CHUNKS)
         if not self._failed:
             return useful
@@ -144,7 +144,7 @@ class Hits:
         return self._lookups.answer_to(state)
 
     def has_all(self, state: RequestState, local_tokens: int) -> bool:
-        """Whether the engine has itself all that the daemon could find. Then no answer and no fill is waited for."""
+        """True if the engine itself has all that the daemon could find. Then it waits for no answer and no fill."""
         if not local_tokens:
             return False
         chunks = self._useful_chunks(state)
@@ -167,9 +167,10 @@ class Hits:
         return tokens
 
     def _usable(self, request: Request, found: int) -> int:
-        """How many of the found tokens are used: one is computed in any case; the last block is left out where vLLM leaves it out of its own hits.
+        """Number of the found tokens that are used.
 
-        A window's or a state's objects end with chunks, so of a hit of these nothing can be left out.
+        One token is computed in any case. The last block is left out where vLLM leaves it out of its own hits. Objects of a
+        window or a state end with chunks, so nothing can be left out of their hit.
         """
         most, size = min(found, int(request.num_tokens) - 1), self._chunks.block_tokens
         if self._facts.drops_last_block and self._chunks.only_full:

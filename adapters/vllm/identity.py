@@ -1,10 +1,11 @@
-"""What must agree before KV may be shared, read from vLLM's effective configuration.
+"""Fields that must agree before KV may be shared, read from vLLM's effective configuration.
 
-Every field counts unless `harmless` lists it; so do vLLM's version, the device, vLLM's environment, code that is not vLLM's own
-(`foreign_code`) and the content of the weights. What has no form that another process would give it too, or no content that can be read, makes the engine private.
+Every field counts unless `harmless` lists it. So do vLLM's version, the device, vLLM's environment, code that is not vLLM's own
+(`foreign_code`) and the content of the weights. A value makes the engine private if its content cannot be read, or if it has no
+form that another process would give it too.
 
-Owns: what counts beside the fields, the reasons to be private, LoRA fingerprints and the start of the hash chain.
-Refuses to know: how the server hashes all this into a namespace.
+Owns: what counts beside the fields, the reasons to be private, LoRA fingerprints and the start of the hash chain. Refuses to
+know: how the server hashes all this into a namespace.
 """
 
 from __future__ import annotations
@@ -52,8 +53,10 @@ _FROM_FILES = frozenset({
 
 @dataclass
 class Identity:
-    """`counted`: field -> digest. `values`: some fields' values, for people. `private`: why KV is not shared, or "".
-    `machine_only`: why it is shared on this machine only, or "".
+    """Identity of an engine: engines that share KV agree in it.
+
+    `counted`: field -> digest. `values`: some fields' values, for people. `private`: why KV is not shared, or "". `machine_only`:
+    why it is shared on this machine only, or "".
 
     An engine is private if another start of it would have another identity, or would wrongly have the same one.
     """
@@ -230,7 +233,7 @@ def _device(device_type: str) -> list[str]:
 
 
 def chain_start(incarnation: str) -> str:
-    """What the engine's chain of block hashes starts from. Engines with different ones share nothing.
+    """Start of the engine's chain of block hashes. Engines with different starts share nothing.
 
     REQUIRES: called in the scheduler's process after the engine core was built, where vLLM sets it.
     """
@@ -241,10 +244,10 @@ def chain_start(incarnation: str) -> str:
 
 
 def chain_durability(algorithm: str) -> Durability:
-    """Whether another start of an engine has the same chain of block hashes, so that its keys are found again.
+    """Durability of the engine's keys: whether another start of the engine has the same chain of block hashes.
 
-    Up to vLLM 0.28 the chain starts from a random value unless PYTHONHASHSEED is set. With xxhash, who knows the start can make
-    prompts that collide: such keys end with the process, also where PYTHONHASHSEED is set. REQUIRES: as chain_start().
+    Up to vLLM 0.28 the chain starts from a random value unless PYTHONHASHSEED is set. With xxhash, a client that knows the start
+    can make prompts that collide. Such keys end with the process, also where PYTHONHASHSEED is set. REQUIRES: as chain_start().
     """
     if not algorithm.startswith("sha256"):
         return Durability.PROCESS

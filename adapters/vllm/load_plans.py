@@ -1,7 +1,6 @@
-"""The loads of each request: what vLLM's allocated blocks are filled from.
+"""Loads of each request: how vLLM's allocated blocks are filled.
 
-Owns: which objects a load reads, and into which blocks. Refuses to know: what was found, and what a load brings to the engine's
-accounting.
+Owns: which objects a load reads, and into which blocks. Refuses to know: what was found, and how the engine accounts for a load.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from kvserver.adapters.vllm.requests import RequestState
 
 
 class LoadPlanner:
-    """`ids` numbers the copies of the engine."""
+    """Planner of loads. `ids` numbers the copies of the engine."""
 
     def __init__(self, chunks: Chunks, ids: Iterator[int]) -> None:
         self._chunks, self._ids = chunks, ids

@@ -1,16 +1,17 @@
-"""The LoRAs of an engine's requests: their files as of the first request, and whether they are the same since.
+"""LoRAs of an engine's requests: their files as of the first request, and whether these have changed.
 
-A LoRA is the files that its name and path had at its first request. vLLM reads them again when it had evicted
-the LoRA, or on request, but keeps its own blocks and their hashes: once the files were replaced it is unknown which of
-them a block was computed with, and requests with that name and path run without cache. New files at a new path are a new LoRA; before
-vLLM 0.31, whose hashes have the name only, under a new name.
+A LoRA is the files that its name and path had at its first request. vLLM reads them again on request, or when it had evicted the
+LoRA, but keeps its own blocks and their hashes. So once the files were replaced, it is unknown with which of them a block was
+computed. Requests with that name and path then run without cache. New files at a new path are a new LoRA. Before vLLM 0.31, whose
+hashes have only the name, they need a new name too.
 
-No LoRA is forgotten: its replaced files would then count as a new LoRA's, under whose name vLLM's old blocks would be stored. So the number
-is bounded instead: requests of LoRAs beyond the first `MOST_LORAS` run without cache.
+No LoRA is forgotten: its replaced files would then count as a new LoRA, and vLLM's old blocks would be stored under that name. So
+the number is bounded instead: requests of LoRAs beyond the first `MOST_LORAS` run without cache.
 
-Files may lie on a slow file system, so a thread looks at them; the scheduler's thread does so at a LoRA's first request only. KV is loaded after
-a look that began after the request's arrival, and a store is sent after a look that began when the KV had been computed. A look that finds the
-stamps of the first request shows that the files were the same all the time in between, so replaced files' KV is never shared.
+Files may be on a slow file system, so a thread looks at them. The scheduler's thread does so only at a LoRA's first request. KV
+is loaded after a look that began after the request's arrival. A store is sent after a look that began when the KV had been
+computed. A look that finds the stamps of the first request proves that the files were the same in between, so KV of replaced
+files is never shared.
 
 Owns: the LoRAs, and the threads that read and look at files. Refuses to know: requests, keys, the text of a variant.
 """
@@ -50,8 +51,10 @@ class Lora:
 
 
 class Loras:
-    """`whole_digests`: the fingerprint covers every byte of the files, which a thread reads: a second for each gigabyte is too long for the
-    scheduler's. Until then the LoRA's requests run without cache.
+    """LoRAs of one engine.
+
+    `whole_digests`: the fingerprint covers every byte of the files. A thread reads them, for it takes about a second for each
+    gigabyte. Until then the LoRA's requests run without cache.
     """
 
     def __init__(self, whole_digests: bool, counters: Counter[str]) -> None:
@@ -63,7 +66,10 @@ class Loras:
         self._looks = _Errands("kvserver-lora-looks", self._look)
 
     def of(self, lora: Any) -> Lora | None:
-        """None if its requests run without cache: its files are not read yet or were replaced, or there are too many LoRAs."""
+        """The request's LoRA; None if its requests run without cache.
+
+        Reasons: its files are not read yet, they were replaced, or there are too many LoRAs.
+        """
         known = self._known(lora)
         if known is None:
             known = self._add(lora)
@@ -73,7 +79,7 @@ class Loras:
         return known if known is not None and known.is_read else None
 
     def are_same_since(self, lora: Any, moment: float) -> bool | None:
-        """Whether the files are those of the first request, by a look that began at `moment` or later. None: a look is awaited."""
+        """True if the files are those of the first request, by a look that began at `moment` or later. None: a look is awaited."""
         known = self._known(lora)
         if known is None or known.is_replaced:
             self._counters["replaced_lora_requests"] += known is not None
@@ -142,7 +148,7 @@ class Loras:
 
 
 class _Errands:
-    """One after the other, by a thread that begins with the first."""
+    """Queue of LoRAs for one thread, which begins with the first."""
 
     def __init__(self, name: str, act: Callable[[Lora], None]) -> None:
         self._name, self._act = name, act

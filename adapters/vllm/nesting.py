@@ -1,10 +1,10 @@
 """The connector's place in vLLM's configuration: by itself, or inside vLLM's MultiConnector.
 
-Owns: the way to the connector's own settings and to the outer configuration. Refuses to know: what is set or refused in them.
+MultiConnector gives each of its connectors a copy of the configuration with a kv_transfer_config of its own. vLLM reads the outer
+one, and nothing leads to it from the copy. But vLLM's constructors call the connector's, so the outer one is found among the
+callers' variables. This happens when the engine is set up, and at a reset, to find how far the reset goes. At no other time.
 
-MultiConnector gives each of its connectors a copy of the configuration with a kv_transfer_config of its own, and nothing
-leads back from the copy, while vLLM reads the outer one. But vLLM's constructors call the connector's, so the outer one
-is found among the callers' variables, when the engine is set up; and at a reset, how far it goes. At no other time.
+Owns: the way to the connector's own settings and to the outer configuration. Refuses to know: what is set or refused in them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def has_inexact_siblings(outer: Any) -> bool:
 
 
 def _names(name: str | None, extra: dict[str, Any]) -> Iterator[str | None]:
-    """Of all connectors that are no wrappers."""
+    """Names of all connectors that are no wrappers."""
     inner = extra.get("connectors")
     if name == NAME or not inner:
         yield name
@@ -77,17 +77,17 @@ def a_sibling_allocates() -> bool:
 
 
 def fails_requests() -> bool:
-    """Whether vLLM would end a request whose load failed. REQUIRES: called by vLLM's scheduler, or for it.
+    """True if vLLM would end a request whose load failed; False if that cannot be seen.
 
-    False where that cannot be seen.
+    REQUIRES: called by vLLM's scheduler, or for it.
     """
     return any(getattr(names.get("self"), "recompute_kv_load_failures", True) is False for names in _callers())
 
 
 def begins_again() -> Callable[[set[str]], Any] | None:
-    """What has vLLM's scheduler begin requests again once their loads have ended: its own way after loads that failed (0.30 and later).
+    """Function by which vLLM's scheduler begins requests again once their loads have ended; None if it has none.
 
-    REQUIRES: called by vLLM's scheduler, or for it.
+    It is vLLM's own way after loads that failed (0.30 and later). REQUIRES: called by vLLM's scheduler, or for it.
     """
     if fails_requests():
         return None
@@ -96,7 +96,7 @@ def begins_again() -> Callable[[set[str]], Any] | None:
 
 
 def resets_running_requests() -> bool:
-    """Whether vLLM resets its prefix cache at the cost of requests that have blocks. REQUIRES: called by the reset."""
+    """True if vLLM resets its prefix cache at the cost of requests that have blocks. REQUIRES: called by the reset."""
     return any(names.get("reset_running_requests") is True for names in _callers())
 
 

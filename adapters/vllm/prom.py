@@ -76,9 +76,9 @@ _BY_LABEL: dict[str, tuple[list[str], str, list[str]]] = {
 
 
 class KVServerPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """`vllm:kvserver_*` with vLLM's labels: one series for each engine of this front end.
+    """Metrics `vllm:kvserver_*` with vLLM's labels: one series for each engine of this front end.
 
-    Never raises: vLLM makes it and feeds it where nothing would catch that, and its front end would end.
+    Never raises: vLLM would not catch it, and its front end would end.
     """
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine: Labels) -> None:

@@ -1,10 +1,10 @@
 """Tokens promised to vLLM and what became of them, by the tier that they come from.
 
-Owns: the promise of each request, from the answer to vLLM until a load has brought its tokens or will not. Refuses to know: lookups,
-loads, and which tokens of a prompt count where (`sources`).
-
-vLLM may ask several times before it places a request: a promise counts once, as answered last, when vLLM has placed the request
+vLLM may ask several times before it places a request. A promise counts once, as answered last, when vLLM has placed the request
 or will not. So at any time promised = loaded + withdrawn + what is being loaded, of each tier.
+
+Owns: the promise of each request, from the answer to vLLM until a load has brought its tokens or will not. Refuses to know:
+lookups, loads, and which tokens of a prompt count where (`sources`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Promise:
 
 
 class Promises:
-    """Counts into `counters`, as `stats` names them."""
+    """Promises of one engine. It counts into `counters`, as `stats` names them."""
 
     def __init__(self, counters: Counter[str]) -> None:
         self._counters = counters
@@ -60,7 +60,7 @@ class Promises:
         return l2
 
     def is_open(self, request_id: str) -> bool:
-        """Whether vLLM has not yet stated what it uses of a promise."""
+        """True until vLLM has stated what it uses of a promise."""
         promise = self._open.get(request_id)
         return promise is not None and not promise.placed
 
@@ -75,7 +75,7 @@ class Promises:
             self._withdraw(request_id, "load_failed")
 
     def ended(self, request_id: str) -> None:
-        """Of a load that is under way it is not known what it would have brought."""
+        """End the promise of a request that ended. What a load under way would have brought remains unknown."""
         promise = self._open.get(request_id)
         if promise is not None and not promise.placed:
             self._count(PROMISED_TOKENS, promise.l1, promise.l2)

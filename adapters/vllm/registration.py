@@ -1,7 +1,7 @@
-"""What one worker registers with the daemon: where its KV cache lies, and what must agree before it is shared.
+"""Registration of one worker with the daemon: the place of its KV cache, and what must agree before it is shared.
 
-Owns: the rank's tensors, and the identity as of the first registration: files may be replaced later. Refuses to know:
-copies, and when the engine sleeps.
+Owns: the rank's tensors, and the identity as of the first registration, for files may be replaced later. Refuses to know: copies,
+and when the engine sleeps.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class RankRegistration:
 
     @cached_property
     def _whole_identity(self) -> Identity:
-        """With the weights: read once, in the link's thread, since it may take seconds."""
+        """Identity with the weights: read once, in the link's thread, since it may take seconds."""
         settings = self._settings
         whole = with_weights(self._identity, self._config, settings.model_version, settings.weights_digest == "whole")
         if whole.private:

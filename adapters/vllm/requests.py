@@ -1,7 +1,6 @@
-"""The requests that the scheduler half knows, and their blocks.
+"""Requests that the scheduler half knows, and their blocks.
 
-Owns: a small state per request, and the following of block tables where vLLM sends differences. Refuses to know: lookups,
-loads and stores.
+Owns: a small state per request, and the block tables, followed by vLLM's differences. Refuses to know: lookups, loads and stores.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class RequestState(Question):
     not_loaded: str = ""  # why it loads nothing that the daemon has: one of EndRequest's codes
 
     def store_again(self) -> None:
-        """Nothing of it is stored."""
+        """Reset the state to that of a request of which nothing is stored."""
         self.stored_chunks = self.stored_blocks = self.computed = 0
         self.has_prompt_tail = False
 
@@ -70,12 +69,12 @@ class RequestState(Question):
 
 
 def turn_of(request: Request) -> tuple[int, Any]:
-    """What every turn of a streaming session changes: vLLM extends the request in place, and states it to no connector."""
+    """Values that every turn of a streaming session changes. vLLM extends the request in place and notifies no connector."""
     return request.num_prompt_tokens, request.sampling_params
 
 
 class Requests(dict[str, RequestState]):
-    """By request id."""
+    """Requests by id."""
 
     def __init__(self, faults: Faults) -> None:
         super().__init__()

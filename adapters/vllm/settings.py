@@ -1,6 +1,6 @@
-"""What an operator may set in `kv_connector_extra_config`, beside what any engine has.
+"""Settings in `kv_connector_extra_config`, beside those of any engine.
 
-Owns: the keys, their defaults and costs. Refuses to know: who uses them.
+Owns: the keys, their defaults and costs. Refuses to know: which parts use them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Shortage: whether the engine needs blocks that only stores keep.
 
-vLLM states neither which request waits for blocks nor how many it needs. It asks about one request after the other, and ends a pass at the
-first one that it cannot place. So the request that it asked about last and did not place waits for blocks. Its need is counted here, by the
-tokens and the kinds of the KV cache groups. It is never counted too high: a request would wait for stores whose cancel would help it.
+vLLM states neither which request waits for blocks nor how many it needs. It asks about one request after the other, and ends a
+pass at the first one that it cannot place. So the request that it asked about last and did not place waits for blocks. Its need
+is counted here, from the tokens and the kinds of the KV cache groups. The count is never too high: a request would wait for
+stores although their cancel would help it.
 
 Owns: which request waits, for how many passes, and the blocks that requests need. Refuses to know: stores, pins and how they end.
 """
@@ -27,7 +28,10 @@ _WAITS = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
 class Shortage:
-    """`admitted_tokens`: vLLM admits a request that has blocks for so many more tokens, where these are not all of it."""
+    """Shortage of one engine.
+
+    `admitted_tokens`: vLLM admits a request that has blocks for so many more tokens, where these are not all of it.
+    """
 
     def __init__(self, groups: Sequence[ObjectGroup], admitted_tokens: int) -> None:
         self._groups = groups
@@ -58,9 +62,10 @@ class Shortage:
             self._front = None
 
     def pass_ended(self, free: int, kept: int, running: Iterable[tuple[Request, int]]) -> bool:
-        """Whether the engine needs the `kept` blocks beside the `free` ones. `running`: requests of this step, with their computed tokens.
+        """True if the engine needs the `kept` blocks beside the `free` ones.
 
-        They need blocks in the next steps, so they are cared for beforehand: vLLM preempts one of them as soon as a block is missing.
+        `running`: requests of this step, with their computed tokens. They need blocks in the next steps and are counted in
+        advance: vLLM preempts one of them as soon as a block is missing.
         """
         front, self._front = self._front, None
         if kept <= 0:
@@ -83,12 +88,15 @@ class Shortage:
     # ---- blocks -----------------------------------------------------------------------------------
 
     def _blocks(self, have: int, tokens: int) -> int:
-        """How many blocks at least a request with so many tokens needs beside those of the tokens that it has."""
+        """Least number of blocks that a request with so many tokens needs beside those of the tokens that it has."""
         return sum(len(group.members) * self._of_group(group, have, tokens) for group in self._groups)
 
     @staticmethod
     def _of_group(group: ObjectGroup, have: int, tokens: int) -> int:
-        """Of one member of the group. A window keeps no more blocks than it covers; a state and a local chunk may need one only."""
+        """Least number of blocks for one member of the group.
+
+        A window keeps no more blocks than it covers; a state and a local chunk may need one only.
+        """
         more = -(-tokens // group.block_tokens) - have // group.block_tokens
         if group.kind == "window":
             more = min(more, -(-group.tokens // group.block_tokens))

@@ -1,8 +1,9 @@
 """Resets of the connector's cache that may be those of vLLM's sleep.
 
-vLLM resets the connector's cache when new weights may have come, and in the same way before it sleeps. The connector's scheduler half cannot
-distinguish them at that moment. Workers can: they give up the KV cache for a sleep and restore it afterwards. So, where sleep keeps the
-weights (`kvserver.on_sleep`), a reset is in question until the next report. Meanwhile requests wait. What is computed meanwhile is stored only if its step is accepted, and the step's report comes first.
+vLLM resets the connector's cache when new weights may have come, and in the same way before it sleeps. The scheduler half cannot
+distinguish the two at that moment. Workers can: they give up the KV cache for a sleep and restore it afterwards. So, where sleep
+keeps the weights (`kvserver.on_sleep`), a reset is in question until the next report. Meanwhile requests wait. KV computed
+meanwhile is stored only if its step is accepted, and the step's report comes first.
 
 Owns: the resets in question. Refuses to know: what a reset without sleep means.
 """
@@ -28,16 +29,16 @@ class Sleeps:
         return self._resets > 0
 
     def may_explain_reset(self) -> bool:
-        """Whether the reset that has just come is in question now."""
+        """True if a sleep may explain the present reset, which is then in question."""
         if self._keeps_weights:
             self._resets += 1
             self._deadline = None
         return self._keeps_weights
 
     def reported(self, wakes: int) -> bool:
-        """Whether the resets in question, or one of them, were no sleep's; they are in question no longer. `wakes`: of all ranks, so far.
+        """True if a reset in question was no sleep's. None is in question afterwards. `wakes`: of all ranks, so far.
 
-        An engine may make steps while it sleeps: they answer nothing.
+        An engine may make steps while it sleeps; they answer nothing.
         """
         if wakes == ASLEEP:
             return False

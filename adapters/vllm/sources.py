@@ -1,10 +1,10 @@
-"""Where the tokens of each request's prompt came from: vLLM's own prefix cache, a load, or the model.
+"""Sources of each request's prompt tokens: vLLM's own prefix cache, a load, or the model.
+
+As vLLM counts `vllm:prompt_tokens`: a prompt counts once, when its first output is there, as the request was placed before any
+preemption. A streaming session counts with its first prompt. Tokens that another connector loaded count as computed. Unlike
+vLLM's, tokens of a load that failed count as computed: they were.
 
 Owns: a few numbers per request, from vLLM's first query for it to its end. Refuses to know: lookups, blocks, the daemon.
-
-As vLLM counts `vllm:prompt_tokens`: a prompt counts once, when its first output is there, as the request was placed before
-any preemption; of a streaming session its first prompt. Tokens that another connector loaded count as computed.
-Unlike vLLM's, tokens of a load that failed count as computed: they were.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Account:
 
 
 class Sources:
-    """The accounts of all requests, also of those that run without cache."""
+    """Accounts of all requests, also of those that run without cache."""
 
     def __init__(self) -> None:
         self._accounts: dict[str, _Account] = {}
@@ -38,7 +38,10 @@ class Sources:
         self._accounts.setdefault(request_id, _Account()).asked = local_tokens
 
     def placed(self, request: Request, external_tokens: int, from_l2: int) -> None:
-        """With external tokens a load begins, so many of them from L2; vLLM places the request again when the load has ended."""
+        """Note that vLLM placed the request.
+
+        With external tokens a load begins, `from_l2` of them from L2. vLLM places the request again when the load has ended.
+        """
         account = self._accounts.get(request.request_id)
         if account is None:
             return

@@ -24,7 +24,7 @@ log = logging.getLogger("vllm.kvserver")
 
 
 class KVServerStatLogger(StatLoggerBase):  # type: ignore[misc]
-    """The stats of one engine: vLLM makes one logger for each data-parallel rank, in each of its front ends."""
+    """Stats of one engine. vLLM makes one logger for each data-parallel rank, in each of its front ends."""
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
         self.stats: EngineLoad | None = None  # None: nothing is sent

@@ -1,4 +1,4 @@
-"""What the halves report, as vLLM carries it from its processes to its front end and its log.
+"""Reports of the halves, as vLLM carries them from its processes to its front end and its log.
 
 Refuses to know: what is reported, and how reports add up (`common.stats`).
 """

@@ -1,9 +1,9 @@
-"""The stores of each request: which of its chunks and single blocks, read from which blocks, in which step.
+"""Stores of each request: which of its chunks and single blocks, read from which blocks, in which step.
+
+The blocks of a store are pinned before the store is planned.
 
 Owns: the rule which of a request's KV is final; the boundaries whose states it has the engine keep. Refuses to know: whether the
 engine stores at all, loads, when stores are sent (`acceptance`), and how they end.
-
-The blocks of a store are pinned before the store is planned.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def runs(chunks: Iterable[int], most: int) -> Iterator[range]:
 
 
 class StorePlanner:
-    """`ids` numbers the copies of the engine."""
+    """Planner of stores. `ids` numbers the copies of the engine."""
 
     def __init__(
         self,
@@ -154,8 +154,8 @@ class StorePlanner:
     def want_state(self, state: RequestState, computed: int) -> None:
         """Have vLLM end a step at the next kept boundary, or before it at its own one, and offer the state.
 
-        Where it schedules a step before it knows the tokens of the one before, it offers a state one step after the state
-        was computed: until it has hashed the boundary's last token the boundary is the next one.
+        vLLM may schedule a step before it knows the tokens of the previous one. Then it offers a state one step after the state
+        was computed: the boundary is the next one until vLLM has hashed the boundary's last token.
         """
         request, size = state.request, self._chunks.tokens
         tokens = min(computed, request.num_tokens)
@@ -175,7 +175,7 @@ class StorePlanner:
         return state.boundaries
 
     def _confirmed(self, request: Request, computed: int) -> int:
-        """How many tokens' KV is final. Hashes exist for confirmed tokens only, so rejected drafts never count."""
+        """Number of tokens whose KV is final. Hashes exist for confirmed tokens only, so rejected drafts never count."""
         hashed = len(request.block_hashes) * self._chunks.hash_block_tokens
         tokens = min(computed, hashed)
         if self._facts.holds_back_tail and tokens >= request.num_tokens:
@@ -211,7 +211,7 @@ class StorePlanner:
 
     @staticmethod
     def _undo(state: RequestState, chunks: int, blocks: int) -> Callable[[], None]:
-        """What makes the request store anew from these first chunks and single blocks on: a store of it was dropped."""
+        """Function that makes the request store again from these first chunks and single blocks on, after a store of it was dropped."""
 
         def undo() -> None:
             state.stored_chunks = min(state.stored_chunks, chunks)
@@ -221,6 +221,6 @@ class StorePlanner:
         return undo
 
     def copies_of(self, store: StoreSpec) -> int:
-        """How many ranks copy each of its objects."""
+        """Number of ranks that copy each of the store's objects."""
         group = self._chunks.groups[store.group % len(self._chunks.groups)]
         return 1 if group.replicated else self._facts.world_size

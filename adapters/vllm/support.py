@@ -1,7 +1,8 @@
-"""Which configurations of vLLM are served, and how some of them change what is done.
+"""Configurations of vLLM that are served, and the differences that some of them make.
 
-The rule: where vLLM refuses a connector by its name, its reason is asked of us too, in each version (the table is in adapters/README.md); so
-is every result of a token that vLLM keeps beside the KV cache, since what another engine computed has none here.
+The rule: where vLLM refuses a connector by its name, its reason is examined for this connector too, in each version (the table is
+in adapters/README.md). So is every result of a token that vLLM keeps beside the KV cache, for this engine has none of a token
+that another engine computed.
 
 Owns: the reasons to run without cache, read from vLLM's configuration and version. Refuses to know: what is done then.
 """
@@ -49,12 +50,12 @@ def vllm_version() -> tuple[int, int]:
 
 
 def blocks_come_first() -> bool:
-    """Whether the first dimension of a layer's tensor counts blocks. Before 0.29 the backend decides."""
+    """True if the first dimension of a layer's tensor counts blocks. Up to 0.28 the backend decides."""
     return vllm_version() >= (0, 29)
 
 
 def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, outer: Any) -> str | None:
-    """Why this engine runs without cache, or None. `outer`: the kv_transfer_config that vLLM itself reads."""
+    """Reason why this engine runs without cache, or None. `outer`: the kv_transfer_config that vLLM itself reads."""
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name) > 1:
@@ -105,7 +106,7 @@ def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, outer: 
 
 
 def takes_hits_without_experts_back() -> bool:
-    """Whether vLLM loads nothing of tokens whose routed experts it does not have; 0.33 and later."""
+    """True if vLLM loads nothing of tokens whose routed experts it does not have (0.33 and later)."""
     try:
         from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
     except ImportError:  # before 0.31
@@ -126,7 +127,7 @@ def _states_not_served(vllm_config: VllmConfig, spec: Any) -> str:
 
 
 def hash_block_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
-    """How many tokens each hash of a request covers more than the one before; with several groups perhaps less than a block."""
+    """Number of tokens that each hash of a request covers more than its predecessor. With several groups it may be less than a block."""
     said: int | None = getattr(kv_cache_config, "hash_block_size", None)  # 0.32 and later
     groups = kv_cache_config.kv_cache_groups
     if said is None and len(groups) == 1:  # vLLM looks at its cache_config, which workers have as of the start
@@ -135,7 +136,10 @@ def hash_block_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
 
 
 def drops_last_block(speculation: Any) -> bool:
-    """Whether vLLM leaves the last block out of its own hits, as with EAGLE and MTP. Before 0.30 all such methods do so, and no option changes that."""
+    """True if vLLM leaves the last block out of its own hits, as with EAGLE and MTP.
+
+    Up to 0.29 all such methods do so, and no option changes that.
+    """
     if speculation is None:
         return False
     drops = getattr(speculation, "use_eagle_block_drop", speculation.use_eagle)
@@ -143,10 +147,10 @@ def drops_last_block(speculation: Any) -> bool:
 
 
 def whole_prompts_only(vllm_config: VllmConfig) -> bool:
-    """Whether a hit is right only if it leaves one token to compute.
+    """True if a hit is right only when it leaves one token to compute.
 
-    vLLM's MLA for CPUs without AMX prefills as if no token preceded, and only decodes upon cached KV. It
-    therefore turns chunked prefill and prefix caching off by itself, but queries connectors all the same.
+    vLLM's MLA for CPUs without AMX prefills as if no token preceded, and only decodes upon cached KV. It turns chunked prefill
+    and prefix caching off by itself, but queries connectors all the same.
     """
     return bool(
         vllm_config.device_config.device_type == "cpu"
@@ -157,15 +161,15 @@ def whole_prompts_only(vllm_config: VllmConfig) -> bool:
 
 
 def rehashes_sessions() -> bool:
-    """Whether a streaming session that drops tokens as it goes on drops their hashes too.
+    """True if a streaming session that drops tokens as it goes on drops their hashes too (0.32 and later).
 
-    Before 0.32 vLLM does not: from there on the session's hashes, and its blocks in vLLM's own cache, are other tokens'.
+    Otherwise the session's further hashes, and its blocks in vLLM's own cache, are other tokens'.
     """
     return vllm_version() >= (0, 32)
 
 
 def replicated(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, group: KVCacheGroupSpec) -> bool:
-    """Whether all ranks hold the same KV of a group: MLA's latent has no heads that tensor parallelism could split."""
+    """True if all ranks have the same KV of a group: MLA's latent has no heads that tensor parallelism could split."""
     parallel = vllm_config.parallel_config
     ranks = parallel.tensor_parallel_size
     if ranks == 1 or parallel.world_size != ranks:

@@ -1,12 +1,13 @@
-"""What may differ between requests of one registration: weights, LoRA, the dtype of embeddings, and who named its images.
+"""Variants: what may differ between requests of one registration: weights, LoRA, dtype of embeddings, namer of its images.
 
-The rule: what vLLM's block hash leaves out because it means one thing within one process is here, or in the identity, or keeps the
-request from the cache (the table is in adapters/README.md). What vLLM's own cache may take for another, it also hands to a later request,
-whose store would give it on: once such a thing was seen, no request that it can be taken for stores.
+vLLM's block hash leaves out what means one thing within one process. The rule: each such thing is here, or in the identity, or
+keeps the request from the cache (the table is in adapters/README.md). Where vLLM's own cache may confuse two things, it gives the
+KV of one to a later request of the other, whose store would pass it on. So once such a thing was seen, no request that may be
+confused with it stores.
 
-Owns: the weights epoch, the dtypes seen, and the text that goes with every key, with its durability: whether another start of an
-engine would have the same text, and whether one on another machine would. Refuses to know: keys,
-a LoRA's files (`loras`), and how the server hashes the text into a namespace.
+Owns: the weights epoch, the dtypes seen, and the text that goes with every key. The text has a durability: whether another start
+of the engine, or an engine on another machine, would have the same text. Refuses to know: keys, a LoRA's files (`loras`), and how
+the server hashes the text into a namespace.
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ class Variant(NamedTuple):
 
 
 class Variants:
-    """`configured_version` reads the current `kvserver.weights_version`; `incarnation` names this incarnation of the engine.
+    """Variants of one engine's requests.
 
-    `private` states why the engine shares KV with itself only; empty while it shares with others. If it is set from the
-    start, a version that is configured at the start does not change it.
-    `trusts_uuids`: names of multimodal items, which may be the users', mean the same to every engine. `whole_digests`: as Loras has
-    them. `embeddings_dtype`: the model's, of prompts of embeddings.
+    - `configured_version` reads the current `kvserver.weights_version`; `incarnation` names this incarnation of the engine.
+    - `private` states why the engine shares KV with itself only; empty while it shares with others. If it is set from the start,
+      a version that is configured at the start does not change it.
+    - `trusts_uuids`: names of multimodal items, which users may choose, mean the same to every engine.
+    - `whole_digests`: as in Loras.
+    - `embeddings_dtype`: the model's, for prompts of embeddings.
     """
 
     def __init__(
@@ -76,7 +79,7 @@ class Variants:
 
     @property
     def has_new_version(self) -> bool:
-        """Whether another version is configured than at the last change."""
+        """True if another version is configured than at the last change."""
         return self._configured_version() != self._version_seen
 
     @property
@@ -96,7 +99,7 @@ class Variants:
         return _digest(" ".join(parts))
 
     def of(self, request: Any) -> Variant | None:
-        """For a request: the text "epoch" or "epoch/lora", and its durability; None if it must run without cache."""
+        """Variant of a request: the text "epoch" or "epoch/lora", and its durability; None if it must run without cache."""
         if self._confuses_embeddings(request):
             return None
         lora = request.lora_request
@@ -115,23 +118,24 @@ class Variants:
         return Variant(f"{epoch}/{_digest(known.fingerprint or lora.lora_path)}", durability)
 
     def is_current(self, request: Any, variant: Variant) -> bool:
-        """Whether `variant` still names what the request computes with: a LoRA's files may be replaced, other embeddings may arrive, and a
-        streaming session may gain images.
+        """True if `variant` still names what the request computes with.
+
+        A LoRA's files may be replaced, other embeddings may arrive, and a streaming session may gain images.
         """
         plain = request.lora_request is None and request.prompt_embeds is None and not request.mm_features
         return plain or self.of(request) == variant
 
     def are_files_same(self, request: Any, since: float) -> bool | None:
-        """Whether no file that the request computes with was replaced until a moment after `since`; None: that is being looked up."""
+        """True if no file that the request computes with was replaced until a moment after `since`; None: that is being looked up."""
         lora = request.lora_request
         return True if lora is None else self._loras.are_same_since(lora, since)
 
     def why_without_cache(self, request: Any) -> str:
-        """One of EndRequest's codes, or "" if it has none."""
+        """Reason why the request runs without cache, one of EndRequest's codes; "" if there is none."""
         return "embeddings_dtype" if request.prompt_embeds is not None and self._foreign_embeddings else ""
 
     def _confuses_embeddings(self, request: Any) -> bool:
-        """Whether other embeddings may have the hashes of this request's: vLLM hashes raw bytes, and casts them to its dtype later."""
+        """True if other embeddings may have the hashes of this request's: vLLM hashes raw bytes, and casts them to its dtype later."""
         if request.prompt_embeds is None:
             return False
         if request.prompt_embeds.dtype != self._embeddings_dtype and not self._foreign_embeddings:

@@ -1,7 +1,9 @@
-"""What a request itself wants of the cache: the names with `kvserver.` in its `kv_transfer_params`.
+"""Wishes of a request for the cache: the names with `kvserver.` in its `kv_transfer_params`.
 
-Owns: their form and meaning. A value that is none of these counts as if it were not there, and is counted: a client's mistake must
-not cost it the answer. Other names in `kv_transfer_params` are other connectors'.
+An invalid value counts as absent, and is counted: a client's mistake must not cost it the answer. Other names in
+`kv_transfer_params` belong to other connectors.
+
+Owns: the form and meaning of the wishes.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ NONE = Wishes()
 
 
 def wishes_of(params: object, counters: Counter[str]) -> Wishes:
-    """Of a request's `kv_transfer_params`."""
+    """Wishes in a request's `kv_transfer_params`."""
     if not isinstance(params, Mapping):
         return NONE
     wishes = NONE
@@ -41,16 +43,16 @@ def wishes_of(params: object, counters: Counter[str]) -> Wishes:
 
 
 def wishes_of_turn(parameters: Any, before: Wishes, counters: Counter[str]) -> Wishes:
-    """Of a streaming session's new turn, by its sampling parameters: vLLM keeps the first turn's `kv_transfer_params`.
+    """Wishes of a streaming session's new turn, by its sampling parameters: vLLM keeps the first turn's `kv_transfer_params`.
 
-    A turn that states none goes on with those of the turn before.
+    A turn that states none keeps those of the previous turn.
     """
     params = (getattr(parameters, "extra_args", None) or {}).get("kv_transfer_params")
     return before if params is None else wishes_of(params, counters)
 
 
 def _with(wishes: Wishes, name: str, value: object) -> Wishes | None:
-    """None: the name or the value has no meaning."""
+    """`wishes` with one more; None if the name or the value has no meaning."""
     if name == "no_store" and isinstance(value, bool):
         return replace(wishes, stores=not value)
     if name == "max_load_tokens" and isinstance(value, int) and not isinstance(value, bool) and value >= 0:

@@ -1,4 +1,4 @@
-// completion.h: how the end of a job is reported.
+// completion.h: the report of a job's end.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// device.h: the contract of what moves the bytes.
+// device.h: the contract of a device: it moves bytes between an engine's memory and L1.
 //
 // Nothing in csrc/ knows tensors, layers, messages or namespaces: addresses and integers only.
 //
@@ -26,26 +26,25 @@
 
 namespace kvserver {
 
-// What moves the bytes. Each backend is one: the CPU's threads, a GPU's streams, a test's stand-in.
+// A backend that moves bytes: the CPU's threads, a GPU's streams, a test's stand-in.
 //
 // Tickets. Every ticket that a submit_ function accepted ends exactly once, by one Completion, also
 //   after cancel() and after the device was lost. A submit_ function that throws accepted nothing
-//   and moved no word. Ends come in any order: a device may run, finish and report tickets in
-//   whatever order suits it, loads and stores never wait for each other, and no caller may rely on
-//   a ticket that was submitted earlier. Tickets that are open when a device is destroyed do not
-//   end; from then on it writes nothing.
-// Words. By begin_job() before the first byte and by end_job() after the last one, nowhere else.
+//   and moved no word. A device may run, finish and report tickets in any order: no caller may rely
+//   on an earlier ticket, and loads and stores never wait for each other. Tickets that are open
+//   when a device is destroyed do not end; from then on it writes nothing.
+// Words. Only begin_job(), before the first byte, and end_job(), after the last one, move a word.
 //   The Completion is pushed after the word was moved. A word in PENDING that cannot begin is
 //   FAILED.
-// Cancel. cancel(), or the worker by the word, requests it. Until the ticket ends the device may go
-//   on reading (a store) or writing (a load) the ticket's blocks and pages; it must look at least
-//   once a block, or as often as its hardware lets it, and end the ticket as kCancelled, unless the
-//   whole copy had counted by then. Once the ticket ended it touches neither. An unknown ticket is
-//   ignored: it has ended.
-// Failure. A ticket that ends as anything but kDone may have moved any part of its bytes:
-//   `bytes` is how many; its pages, and for a load its blocks, contain garbage.
+// Cancel. cancel(), or the worker by the word, requests it. The device looks at least once a block,
+//   or as often as its hardware lets it. Then it ends the ticket as kCancelled, unless the whole
+//   copy had counted by then. Until the ticket ends the device may read (a store) or write (a load)
+//   the ticket's blocks and pages; afterwards it touches neither. An unknown ticket is ignored: it
+//   has ended.
+// Failure. A ticket that ends as anything but kDone may have moved any part of its bytes; `bytes`
+//   is their number. Its pages, and for a load its blocks, contain garbage.
 // Loss. When the hardware is lost for good, every open ticket ends as kDeviceLost, after the
-//   device made sure that none of its bytes still moves; where the device cannot, the ticket stays
+//   device made sure that none of its bytes still moves. Where the device cannot, the ticket stays
 //   open until the process ends. Later copies and maps end as kDeviceLost at once. Unmaps are still
 //   carried out, and end as kDone. lost() is the reason from then on.
 // Time. No function waits for a copy, a map or the hardware: all return at once and may be called

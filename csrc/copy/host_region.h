@@ -10,8 +10,9 @@
 
 namespace kvserver {
 
-// Where L1 lies. Explicit huge pages are reserved when L1 is mapped, or mapping fails: one that is
-// missing at the first touch would be a SIGBUS. Nodes are a wish: numa_error() is why it failed.
+// The place of L1. Explicit huge pages are reserved when L1 is mapped, or mapping fails: a page
+// that is missing at the first touch would be a SIGBUS. Nodes are a wish; if it fails, numa_error()
+// is the reason.
 struct Placement {
     uint64_t huge_page_bytes = 0;  // of explicit ones; 0: none
     bool transparent = true;       // if there are none, advise transparent ones or against them

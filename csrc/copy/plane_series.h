@@ -21,8 +21,8 @@ struct PlaneSeries {
     uint64_t slot_pitch = 0;
 };
 
-// Of planes in the order of the slot. `allocation_of[i]`: which allocation holds planes[i]; no copy
-// may span two. Every plane is in one series, once.
+// The series of planes, which are in the order of the slot. Every plane is in one series, once.
+// `allocation_of[i]`: the allocation that holds planes[i]; no copy may span two.
 std::vector<PlaneSeries> plane_series(const std::vector<Plane>& planes,
                                       const std::vector<const void*>& allocation_of);
 

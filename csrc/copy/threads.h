@@ -1,4 +1,4 @@
-// threads.h: what the device's threads need of the system.
+// threads.h: calls of the system for a device's threads.
 #pragma once
 
 #include <cstdint>

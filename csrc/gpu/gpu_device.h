@@ -52,7 +52,7 @@ class GpuMapping final : public Mapping {
     std::byte* opened_ = nullptr;
 };
 
-// What a lane moves at once, and how much of it is in flight. 8 MiB are ~160 us of PCIe 5 x16, long
+// Bytes of a batch, and batches in flight in a lane. 8 MiB are ~160 us of PCIe 5 x16, long
 // against a launch (~5 us) and short against an engine's step; two slots overlap copy and kernel,
 // the others cover the time until the host looks again.
 //
@@ -91,7 +91,7 @@ constexpr uint64_t kFewPieces = 8;
 
 enum class Way : uint8_t { kDma, kStaged };
 
-// What one lane did; any thread may read it.
+// Counts of one lane; any thread may read them.
 struct LaneCounts {
     std::atomic<uint64_t> dma_bytes{0}, staged_bytes{0};
     std::atomic<uint64_t> unpinned_bytes{0};  // of these, from or to L1 that is not pinned yet

@@ -46,7 +46,7 @@ class Lane {
     };
     using Shared = std::shared_ptr<Flight>;
 
-    // What one batch at a time uses.
+    // Resources of one batch at a time.
     struct Slot {
         Gpu::Stream stream = nullptr;
         Gpu::Event done = nullptr;

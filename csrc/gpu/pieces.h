@@ -40,10 +40,10 @@ class Pieces {
     uint64_t unpinned_ = 0;
 };
 
-// Of positions first..last-1 of a job, each run at its place in L0. A series of planes is one piece
-// a block; where more blocks than planes follow each other, each plane is one piece for all of
-// them. Where an extent or a registration ends inside of a block, its rows on either side are
-// pieces of their own.
+// The pieces of positions first..last-1 of a job, with each run at its place in L0. A series of
+// planes is one piece a block. Where more blocks than planes follow each other, each plane is one
+// piece for all of them. Where an extent or a registration ends inside of a block, its rows on
+// either side are pieces of their own.
 Pieces run_pieces(const CopyJob& job, const L1& l1, uint64_t first, uint64_t last);
 
 // The same positions, packed end to end in `staging`.

@@ -27,7 +27,7 @@ ssize_t FileCalls::write(int fd, const iovec* from, int count, off_t offset) {
 }
 
 // A request waits for a get: 64 MiB of them beside twice as many busy processes as processors took
-// 500 ms at nice 19, 58 at 5, 40 at 0, where L1's copies waited for them. bench/l2_busy.py
+// 500 ms at nice 19, 58 at 5, 40 at 0, where L1's copies waited for them. bench/results/answered.md
 constexpr int kGetNice = 5, kPutNice = 19;
 
 enum class JobState : uint8_t { kWaits, kRuns, kEnded };  // kEnded: before it ran

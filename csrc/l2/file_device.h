@@ -1,4 +1,4 @@
-// file_device.h: what moves records between L1 and one data file.
+// file_device.h: the device that moves records between L1 and one data file.
 #pragma once
 
 #include <atomic>

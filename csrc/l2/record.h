@@ -43,7 +43,7 @@ struct RecordName {
     static constexpr size_t kKeyBytes = 32;
 };
 
-// What a stored header is, beside the one that is looked for.
+// The result of comparing a stored header with the wanted one.
 enum class RecordMatch : uint8_t {
     kMatch,
     kOther,    // intact as far as it can be known, with another coverage, generation or lengths
@@ -74,7 +74,7 @@ class Record : public std::enable_shared_from_this<Record> {
     std::string_view header() const { return header_; }
     // Put the digest of a header into it. REQUIRES: kHeaderBytes at `header`.
     static void seal(std::byte* header, const DigestBytes& digest);
-    // How a stored header compares; of its digest nothing is known yet. REQUIRES: kHeaderBytes.
+    // Compare a stored header; its digest is not checked yet. REQUIRES: kHeaderBytes.
     RecordMatch match(const std::byte* header) const;
     static DigestBytes digest_in(const std::byte* header);
 

@@ -1,5 +1,5 @@
-// record_table.h: the index of a file tier: which records there are, where they lie, which is
-// evicted next, and the journal's entries of each change.
+// record_table.h: the index of a file tier: its records, their places, the order of eviction, and
+// the journal's entries of each change.
 //
 // A space is one namespace in one generation and one group. A record's name in the table is its
 // space and its key. A space that was dropped is not found any more, at once; its records leave

@@ -35,7 +35,7 @@ std::shared_ptr<T> make_without_gil(Arguments... arguments) {
 // A slot of Python: pairs of u32. Throws std::invalid_argument if it is not whole pairs.
 std::vector<Extent> to_extents(const nanobind::bytes& raw);
 
-// What a copy's arguments in Python are; the word is left out.
+// Make a job of a copy's arguments in Python; the word is left out.
 std::shared_ptr<CopyJob> make_job(const BlockIds& blocks, const nanobind::bytes& extents,
                                   uint32_t pages_per_slot, uint32_t blocks_per_slot, uint32_t skip,
                                   const std::optional<std::vector<uint64_t>>& chunks);

@@ -7,7 +7,7 @@
 // now. A live block without owners is released, and may be found again (a reuse) until its lifetime
 // ends.
 //
-// What is observed when, of lifetimes in the sample:
+// Observations of lifetimes in the sample, each with its time and its span:
 //   reuse_gap           at each access: from the access before it, the first from the allocation
 //   lifetime            at the end by eviction or recycling: from the allocation
 //   idle_before_evict   at the same end: since the last owner left; 0 if a request still owns it
@@ -20,8 +20,8 @@
 //   reported   own_blocks(), release_blocks(), end_request(): which request owns which block with
 //              what content
 //
-// REQUIRES of both: what is applied was checked. What was not does no harm: a record of no block of
-// the pool is passed over.
+// REQUIRES of both: what is applied was checked. Unchecked input does no harm: a record of a block
+// that the pool does not have is skipped.
 //
 // Times are CLOCK_MONOTONIC nanoseconds, 0: not known. Where a time is before an earlier one, the
 // span is 0. Block 0 is the engine's null block and is skipped.
@@ -57,9 +57,10 @@ struct Mark {
     uint64_t record, time_ns;
 };
 
-// Throws std::invalid_argument, naming what and where, unless `records` are known operations on
-// blocks below num_blocks and `marks` (16 bytes each, little-endian) name records in ascending
-// order, the first one record 0, and their times do not descend.
+// Throws std::invalid_argument, naming what and where, unless
+// - `records` are known operations on blocks below num_blocks;
+// - `marks` (16 bytes each, little-endian) name records in ascending order, the first one record 0;
+// - their times do not descend.
 void check_records(std::string_view records, std::string_view marks, uint64_t num_blocks);
 
 // counts[i] is of (bounds[i-1], bounds[i]], the last one of everything above every bound.

@@ -38,7 +38,7 @@ class HashCounts {
     // the calls.
     std::string slice(size_t& cursor, size_t most) const;
 
-    // Whether `more` hashes can be added without moving all others, which is slow.
+    // True if `more` hashes can be added without moving all others, which is slow.
     bool has_room(size_t more) const { return (size_ + more) * 4 <= slots_.size() * 3; }
 
     size_t size() const { return size_; }

@@ -1,11 +1,11 @@
-// prefix_index.h: which owner has which blocks, to find how much of a prompt each of them has.
+// prefix_index.h: the blocks of each owner, to find how much of a prompt each of them has.
 //
 // An owner is a tier of one engine or of several: the memory of one engine, or L1 for one
-// namespace. Blocks are named by their hashes, which cover the whole prompt up to there; of each
-// only the last 8 bytes count, since some engines publish no more than these. With n blocks in the
-// index a hash that no owner has matches one of them with odds of n / 2^64, and a wrong match costs
-// a detour of one request, no more. A block may be added to an owner several times, and stays until
-// it was removed as often.
+// namespace. A block is named by its hash, which covers the whole prompt up to there. Only the
+// hash's last 8 bytes count, for some engines publish no more. With n blocks in the index a hash
+// that no owner has matches one of them with odds of n / 2^64, and a wrong match costs no more than
+// a detour of one request. A block may be added to an owner several times, and stays until it was
+// removed as often.
 //
 // Any thread may use it. A call waits for others at most for as long as they need for 128 hashes,
 // or for one of 1,024 parts of the table. Hashes are chosen by clients: their place depends on a
@@ -55,7 +55,7 @@ class PrefixIndex {
     // Returns how many of them the owner did not have.
     size_t remove_blocks(int owner, std::string_view hashes, size_t hash_bytes);
 
-    // What each reader has of a prompt with these blocks.
+    // The part of a prompt with these blocks that each reader has.
     std::vector<Match> match(std::string_view hashes, size_t hash_bytes,
                              const std::vector<Reader>& readers) const;
 

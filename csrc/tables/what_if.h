@@ -1,39 +1,48 @@
-// what_if.h: the chunks that caches of several sizes would have, all at once, as LRU or a protected
-// segment (SLRU) orders them.
+// what_if.h: what lookups would have found in L1s of other sizes, from one table for all sizes.
 //
-// Chunks are listed in the order of last use: `entries_` has the chunk last used at each time. A
-// size is a few times of that order. LRU: it has what was used since `fresh`. SLRU: a chunk has a
-// bit for each size where a use found it. Those with the bit are protected since `kept`, on
-// probation since `demoted`; those without it are on probation since `fresh`: all three parts of an
-// SLRU cache are in the order of last use, so nothing but these times moves when it evicts. Of
-// demoted chunks it is known within a few hundredths of the cache when they were (`marks`).
+// The question: what would a smaller or a larger L1 have found of the same requests? A cache for
+// each size would answer it, with the memory and the work of all of them. But of LRU caches the
+// larger has all that the smaller has (Mattson et al., 1970). So one table lists the chunks in the
+// order of last use: `entries_` has the chunk last used at each time. A size is a few times of that
+// order, and evicting moves these times and nothing else:
+//   LRU    a size has the chunks used since `fresh`.
+//   SLRU   (Karedla et al., 1994) a chunk has a bit for each size where a use found it. Those with
+//          the bit are protected since `kept`, on probation since `demoted`; those without it are
+//          on probation since `fresh`. All three parts are in the order of last use. When a demoted
+//          chunk was demoted is known within a few hundredths of the cache (`marks`).
 //
-// The chunks of a prompt were mostly used one after the other. A key stands for all before it, so
-// if the last chunk is where it would be had the first and it been used together, those between
-// are, too, and their keys are not read.
+// Work. A key covers all keys before it, and the chunks of a prompt were mostly used one after the
+// other. So if the last chunk of a stretch is where it would be had the first and it been used
+// together, those between are, too, and their keys are not read. Chunks used together also share a
+// strip of times: a slot has a spot in a strip. Where all chunks of a strip are used again, its
+// begin moves, and none of their slots, which lie anywhere in memory.
 //
-// They share strips of times, too: a slot has a spot in a strip, and where all chunks of a strip
-// are used again, its begin moves, and none of their slots, which lie anywhere in memory.
+// Memory: at most 12 MiB, 15 with hybrid models, in proportion to the chunks listed before that.
+// Time, memory and errors beside exact caches: bench/what_if.py.
 //
-// All chunks are listed while they are at most 393,216. Of more, those that the exact sizes have or
-// remember as evicted, and the 65,536 used last; of others those whose hash is below a threshold,
-// which falls so that they are at most 131,072 after each thinning out: each represents 1 /
-// sample_rate() of its kind. A size is exact while its chunks and the smaller ones' are at most
-// 163,840; the larger ones are caches of the sampled chunks, and smaller by the rate. A chunk that
-// is used again is listed whatever its hash. Hot prompts are therefore exact; to sample them errs
-// by tens of percent.
+// Sampling (by hash, as SHARDS: Waldspurger et al., 2015) begins above 393,216 chunks. Then are
+// listed
+//   - the chunks that the exact sizes have or remember as evicted, and the 65,536 used last. A size
+//     is exact while these, for it and the smaller sizes, are at most 163,840;
+//   - of the others those whose hash is below a threshold. It falls so that they are at most
+//     131,072 after each thinning out; each represents 1 / sample_rate() of its kind.
+// The larger sizes are caches of the sampled chunks, and smaller by the rate. A chunk that is used
+// again is listed whatever its hash, so hot prompts are exact: to sample them errs by tens of
+// percent.
 //
-// Hybrid models: the objects of groups that are not full attention are stored at few chunks, which
-// differ by size. A size to which a chunk returns lacks them, until L1 stores them or it would have
-// stored them itself where L1 had them: for the boundaries at the prompt's end, where its own
-// chunks of full attention ended, and every `interval` chunks. What only it would have stored is
-// not known, and what L1 stored counts for the larger sizes that have the chunk, too.
+// Hybrid models store the objects of groups that are not full attention at few chunks, which differ
+// by size. A size to which a chunk returns lacks these objects until L1 stores them, or until it
+// would have stored them itself where L1 had them. That is at the boundaries of the prompt's end,
+// of the end of its own chunks of full attention, and of every `interval` chunks. What only it
+// would have stored is not known. What L1 stored counts for the larger sizes that have the chunk,
+// too.
 //
-// Keys are chosen by clients: places and what is sampled depend on a secret. `distinct()` does not,
-// so that the sketches of several daemons can be merged.
-//
-// One thread uses it; any may read hit_tokens(). Memory: at most 12 MiB, 15 with hybrid models, in
-// proportion to the chunks listed before that.
+// Invariants:
+//   - No two chunks have the same time. From the first to the last chunk of a strip no time is
+//     another strip's.
+//   - Clients choose keys, so places and what is sampled depend on a secret. `distinct()` does not,
+//     so that the sketches of several daemons can be merged.
+//   - One thread uses it; any may read hit_tokens().
 #pragma once
 
 #include <array>
@@ -47,16 +56,16 @@
 
 namespace kvserver {
 
-// What a hit at a boundary needs of a group that is not full attention: the chunks
-// [max(0, boundary - chunks), boundary); if `local_tokens` is set, those from the last multiple of
-// it on.
+// Need of a hit at a boundary, of a group that is not full attention: the chunks
+// [max(0, boundary - chunks), boundary). If `local_tokens` is set, the chunks from the last
+// multiple of it on.
 struct GroupNeed {
     uint16_t bit;
     uint32_t chunks;
     uint32_t local_tokens;
 };
 
-// How an engine's lookups hit. `full` has the bits of the groups of which a hit needs every chunk.
+// Rules of an engine's hits. `full` has the bits of the groups of which a hit needs every chunk.
 struct HitRules {
     uint16_t full = 1;
     uint32_t chunk_tokens = 1;
@@ -64,7 +73,7 @@ struct HitRules {
     std::vector<GroupNeed> others;
     uint32_t interval = 0;  // chunks between boundaries that are kept for the others; 0: none
 
-    // Of the chunks before a hit's boundary the first one whose object the hit needs.
+    // The first chunk before a hit's boundary whose object the hit needs.
     size_t first_needed(const GroupNeed& need, size_t boundary) const;
 };
 
@@ -73,8 +82,8 @@ class WhatIf {
     static constexpr size_t kKeyBytes = 32;
     static constexpr size_t kUnlimited = 6;  // the last size
     static constexpr size_t kSizes = kUnlimited + 1;
-    // Of each size: where a hit would have ended, and the chunks up to there as counted: where
-    // older chunks are sampled each of those counts for several, or for none.
+    // A lookup's hit in each size: its boundary, and the number of chunks before it. Where older
+    // chunks are sampled, a sampled one counts for several and the others for none.
     struct Hits {
         std::array<uint32_t, kSizes> boundary{};
         std::array<double, kSizes> chunks{};
@@ -84,13 +93,13 @@ class WhatIf {
     // `sizes`: in pages, ascending. `protects`: they evict by SLRU.
     WhatIf(uint64_t secret, const std::array<uint64_t, kUnlimited>& sizes, bool protects = false);
 
-    // What each size would have found. `salt` is the namespace's. Throws std::invalid_argument
-    // unless `keys` is whole keys.
+    // Find the hit of each size. `salt` is the namespace's. Throws std::invalid_argument unless
+    // `keys` is whole keys.
     Hits lookup(uint64_t salt, std::string_view keys, const HitRules& rules);
 
-    // The lookup's request ended: what a size or the daemon had found is used, the first chunk last
-    // and a hit of the sizes that found it. The daemon had found the first `found` chunks: one that
-    // is not listed is added, with `pages` and the groups of the rules.
+    // The lookup's request ended: use the chunks that a size or the daemon had found, the first one
+    // last. A chunk is a hit of the sizes that found it. The daemon had found the first `found`
+    // chunks: one that is not listed is added, with `pages` and the groups of the rules.
     void use(uint64_t salt, std::string_view keys, const HitRules& rules, const Hits& hits,
              size_t found, uint32_t pages);
 
@@ -104,13 +113,13 @@ class WhatIf {
 
     void clear();
 
-    // Whether so many chunks can be used or added before the next call that moves the whole table.
+    // True if so many chunks can be used or added before the next call that moves the whole table.
     bool has_space(size_t chunks) const {
         return size_ + chunks <= slots_.size() / 4 * 3 && now_ + chunks <= entries_.size() &&
                strips_left() >= chunks;
     }
 
-    // Of each size, the sum of what count() was given.
+    // The sums of what count() was given, by size.
     std::array<double, kSizes> hit_tokens() const;
     void count(const Hits& hits, double tokens_of_a_chunk);
     // Only for the sizes whose hit ended where the daemon's did: `behind` has them.
@@ -151,8 +160,8 @@ class WhatIf {
     static constexpr Entry kLooked = 1 << 28;       // is in distinct()
     static constexpr Entry kState = (Entry{1} << kSlotAt) - 1;
 
-    // Of a chunk the objects of groups that are not full attention: their pages, and a bit for each
-    // size that lacks them.
+    // A chunk's objects of groups that are not full attention: their pages, and a bit for each size
+    // that lacks them.
     struct Others {
         uint32_t lacking : 8, pages : 24;
         bool operator==(const Others&) const = default;
@@ -170,8 +179,8 @@ class WhatIf {
         uint64_t room = kLeastRemembered;
         std::deque<Mark> marks;
     };
-    // Which sizes have, protect or remember a chunk: the same ones of an equal state at all times
-    // from `floor` to before `ceiling`.
+    // The sizes that have, protect or remember a chunk. They are the same for chunks of an equal
+    // state at all times in [floor, ceiling).
     struct Place {
         uint8_t has = 0, keeps = 0, knows = 0;
         uint32_t floor = 0, ceiling = UINT32_MAX;
@@ -180,7 +189,7 @@ class WhatIf {
     struct Stretch {
         uint32_t first, length, time;
     };
-    // Of a chunk of a lookup: the sizes that have it, and all its objects.
+    // A chunk of a lookup: the sizes that have it, and all its objects.
     struct Looked {
         uint8_t sizes;
         uint16_t groups;
@@ -267,8 +276,8 @@ class WhatIf {
     std::vector<Stretch> stretches_;                // of a block
     std::array<uint32_t, kUnlimited> returning_{};  // chunks before it return soon after eviction
     std::vector<Looked> looked_;
-    // Of this call: objects of other groups are added; for each chunk, the sizes that store them
-    // if it returns (empty while others_ is).
+    // State of one call: true if objects of other groups are added; for each chunk, the sizes that
+    // store them if it returns (empty while others_ is).
     bool adds_others_ = false;
     std::vector<uint8_t> stores_others_;
     std::array<std::atomic<double>, kSizes> hit_tokens_{};

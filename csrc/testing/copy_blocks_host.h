@@ -6,9 +6,9 @@
 
 namespace kvserver {
 
-// How a launch is run: thread after thread, of as many blocks as a GPU of so many SMs would have.
+// A simulated launch: thread after thread, of as many blocks as a GPU of so many SMs would have.
 struct HostGrid {
-    // Which thread of the launch is run as the index-th one: a permutation. Null: in order.
+    // The thread of the launch that is run as the index-th one: a permutation. Null: in order.
     uint64_t (*order)(uint64_t index, uint64_t threads) = nullptr;
     int sms = 1;
 };

@@ -6,10 +6,10 @@
 // the code and with the checks of the CPU device; what device.h only REQUIRES of callers is
 // checked.
 //
-// Why this beside fake_gpu.h: that one is below a device, for the lanes of GpuDevice, whose
-// threads decide when a ticket moves and ends; so it repeats no run, ends no ticket out of turn,
-// stops none between two blocks and does not come back after a loss. The tests of the server and
-// its random model need just that, and no kernels, streams or staging, which this one has not.
+// Why this beside fake_gpu.h: the tests of the server and its random model repeat runs, end tickets
+// out of turn, stop them between two blocks and go on after a loss. fake_gpu.h cannot do that: it
+// is below a device, GpuDevice, whose threads decide when a ticket moves and ends. It is for tests
+// of kernels, streams and staging, which this one does not have.
 #pragma once
 
 #include <atomic>

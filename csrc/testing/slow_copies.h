@@ -1,4 +1,4 @@
-// slow_copies.h: what lets a test act in the middle of a copy.
+// slow_copies.h: a way for tests to act in the middle of a copy.
 #pragma once
 
 #include <cstdint>

@@ -1,1 +1,1 @@
-"""What `kvserver bench` measures, and the verdicts; the benchmarks of the repository (`bench/`) use the same parts."""
+"""Measurements of `kvserver bench` and their verdicts. The benchmarks of the repository (`bench/`) use the same parts."""

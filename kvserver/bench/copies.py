@@ -27,7 +27,7 @@ _COPY_SECONDS = 60.0  # only a copier that hangs takes as long
 
 @dataclass
 class KvLayout:
-    """`planes` planes of `run` bytes per block, each an array of blocks of its own."""
+    """Layout of KV: `planes` planes of `run` bytes per block, each an array of blocks of its own."""
 
     name: str
     planes: int

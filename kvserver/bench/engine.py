@@ -45,8 +45,9 @@ _READY_SECONDS = 60.0  # a large L1 takes its time
 class BenchDaemon:
     """`kvserver serve` with these flags, or `program` with them; `seconds_to_ready` from its start to its line.
 
-    No setting of this process's environment counts: what a running daemon uses, as a folder of L2, is not for this one. It runs in
-    the root folder, so that no sources in the present folder are imported for an installed package. REQUIRES: paths are absolute.
+    Settings in this process's environment do not count: they may name what a running daemon uses, such as a folder of L2. The
+    daemon runs in the root folder, so that an installed package imports no sources of the present folder. REQUIRES: paths are
+    absolute.
     """
 
     def __init__(self, program: Sequence[str] = (), **flags: object) -> None:
@@ -95,9 +96,9 @@ def shared_memory(size: int) -> tuple[int, SharedFd]:
 
 
 class BenchWorker:
-    """One rank of one instance: `planes` planes of `run` bytes for each of `num_blocks` blocks, touched.
+    """A rank of an instance: `planes` planes of `run` bytes for each of `num_blocks` blocks, touched.
 
-    They lie in shared memory of its own, or in `memory`: what hands it over, and as what it is registered. With `groups`
+    The planes lie in shared memory of its own, or in `memory`, which hands it over and states how to register it. With `groups`
     each KV cache group has `planes` planes, over the same memory.
     """
 
@@ -206,7 +207,7 @@ class BenchWorker:
         return self.client.ask(self.lookup_message(keys), LookupReply).hit_chunks
 
     def describe_scheduler(self) -> None:
-        """From now on its stores' contents are published; nothing answers."""
+        """Describe the scheduler, so that its stores' contents are published; nothing answers."""
         assert self.client.channel.send(
             DescribeScheduler(
                 instance_id=self.instance_id, incarnation=self.incarnation, model_name="bench", variant=self.variant

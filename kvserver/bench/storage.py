@@ -1,7 +1,7 @@
 """A tier of L2 beside a plain loop over the same storage with a checksum of the same bytes.
 
-A tier in files is measured in a folder of its own beside the configured one, or in it; one in a shared store under names of its own,
-which are deleted at the end. Owns: both loops. Refuses to know: what is normal.
+A tier in files is measured in the configured folder, or in a folder of its own beside it. A tier in a shared store is measured
+under names of its own, which are deleted at the end. Owns: both loops. Refuses to know: what is normal.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ _TICKET_SECONDS = 30.0
 
 
 class StorageFailed(Exception):
-    """The storage cannot be measured, and why. Without secrets."""
+    """Storage that cannot be measured; the message states why, without secrets."""
 
 
 class Mover(Protocol):
-    """GB/s of writing fresh objects, and of reading them."""
+    """Writes fresh objects and reads them; each in GB/s."""
 
     def put(self) -> float: ...
     def get(self) -> float: ...
@@ -142,7 +142,7 @@ class TierMover:
         self._tier.close(time.monotonic_ns() + 5 * 10**9)
 
     def _has_some(self, keys: bytes) -> bool:
-        """By the store's answer, not from memory."""
+        """True if the store itself answers that it has some of the keys; memory does not count."""
         self._tier.drop(NAMESPACE, 0, keys)
         with contextlib.suppress(StorageFailed):
             self._run("probe", iter([partial(self._probe, keys)]))
@@ -279,7 +279,7 @@ class PlainClients:
 
 
 def _seconds_of(move: Callable[[int], None], count: int, threads: int) -> float:
-    """Until all numbers were moved. The first error of a thread is raised here."""
+    """Seconds until all numbers were moved. The first error of a thread is raised here."""
     errors: list[Exception] = []
 
     def work(first: int) -> None:

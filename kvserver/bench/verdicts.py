@@ -1,6 +1,7 @@
-"""What was measured, whether it is normal, and what else happened on the machine meanwhile.
+"""Measurements, their verdicts, and what else happened on the machine meanwhile.
 
-A verdict is a ratio to a ceiling of the same run, never a time: machines differ. Owns: the bounds. Refuses to know: how anything is measured.
+A verdict is a ratio to a ceiling of the same run, never a time: machines differ. Owns: the bounds. Refuses to know: how anything
+is measured.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _NO_CAUSE = "no cause was found: run it again while the machine is idle, then kv
 
 
 class Measurement(Struct, frozen=True, kw_only=True):
-    """A value beside its ceiling. `normal` is None where nothing is to be judged."""
+    """A value beside its ceiling. `normal` is None if there is nothing to judge."""
 
     part: str  # memcpy, copies, gpu, lookup or storage
     what: str
@@ -54,14 +55,14 @@ def failed(part: str, what: str, why: str) -> Measurement:
 
 
 class MachineWatch:
-    """The machine from now on: what else used its processors."""
+    """Use of the machine's processors by other processes, from now on."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
         self._before = self._read()
 
     def reasons(self) -> list[str]:
-        """What may have made measurements since then slower; at least one line."""
+        """Possible reasons for slow measurements under the watch; at least one line."""
         (busy, stolen, total, own, throttled), before = self._read(), self._before
         spent = max(total - before[2], 1e-9)
         others = (busy - before[0] - (own - before[3])) / spent

@@ -1,4 +1,4 @@
-"""The accounting of L1: what is counted as it changes against what is there."""
+"""Audit of L1's accounting: the running counts against counts of what is there."""
 
 from __future__ import annotations
 

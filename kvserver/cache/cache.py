@@ -1,22 +1,21 @@
 """The decisions of L1: which slots a store fills, which chunks a load reads, which chunks are evicted.
 
-Owns: index, pool, eviction policy and leases, and the rules between them. Refuses to know: sockets,
-clocks (callers pass the time), memory addresses. The cache does no I/O and copies nothing. One thread uses it.
+Owns: index, pool, eviction policy and leases, and the rules between them. Refuses to know: sockets, clocks (callers pass the
+time), memory addresses. The cache does no I/O and copies nothing. One thread uses it.
 
 Rules kept here:
 - Lookups and loads find only READY objects. READY means that every rank's bytes were copied whole.
-- Leased chunks and pinned chunks (being filled or read) are not evicted. Incomplete chunks that no store fills are
-  evicted first.
+- Leased chunks and pinned chunks (being filled or read) are not evicted. Incomplete chunks that no store fills are evicted first.
 - Clear and eviction detach a chunk at once. The chunk's pages are freed when its last pin ends.
-- The last chunk of a prompt is stored block by block (a *tail*) in a namespace of its own, `tails_of()`, where each block is
-  a chunk. It leaves L1 before the chunk that it follows.
+- The last chunk of a prompt is stored block by block (a *tail*) in a namespace of its own, `tails_of()`, where each block is a
+  chunk. A tail leaves L1 before the chunk that it follows.
 - A chunk's objects of all groups age together and are evicted together, so no object strands those of another group.
-- Within one request later chunks age faster than earlier chunks: a prefix without its start is useless. A store never
-  evicts the chunks that it stores or found: of a prompt that does not fit, the prefix that fits stays.
-- The cost of a call grows with the chunks of its message, never with the chunks in L1. Longer work is deferred, and
-  step() does it in slices: freeing cleared chunks, ending the leases of disconnected engines and of requests that
-  never ended. extend_plan() plans a store that must evict many chunks in slices. Deferred work counts as done: no
-  store fails for lack of space that deferred work would free.
+- Within one request later chunks age faster than earlier chunks: a prefix without its start is useless. A store never evicts
+  chunks that it stores or has found. If a prompt does not fit, the prefix that fits stays.
+- The cost of a call grows with the chunks of its message, never with the chunks in L1. Longer work is deferred, and step() does
+  it in slices: freeing cleared chunks, and ending the leases of disconnected engines and of requests that never ended.
+  extend_plan() plans a store that must evict many chunks in slices. Deferred work counts as done: no store fails for lack of
+  space that deferred work would free.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def _lease(namespace: Namespace, keys: bytes) -> tuple[list[Chunk], int, int]:
 
 
 class Cache:
-    """The face of L1. `shares`: the fraction of L1 that is kept for a model, by its name: at most 1 together."""
+    """The face of L1. `shares`: the fraction of L1 that is kept for a model, by its name; at most 1 together."""
 
     def __init__(self, pool: PagePool, policy: EvictionPolicy, shares: Mapping[str, Decimal] = NO_SHARES) -> None:
         self.space = space = Space(pool, policy, shares)
@@ -107,7 +106,7 @@ class Cache:
         return self.index.find_namespace(tails_of(namespace_id)) is not None
 
     def lookup_tail(self, namespace_id: bytes, keys: bytes, owner: Owner, deadline: float) -> int:
-        """How many of these blocks, from the first on, can be loaded; `owner` leases them beside what its lookup() found.
+        """Number of these blocks, from the first on, that can be loaded. `owner` leases them beside what its lookup() found.
 
         REQUIRES: as lookup().
         """

@@ -1,13 +1,14 @@
-"""One chunk of L1: the objects of all groups under one key, and what holds them there.
+"""A chunk of L1: the objects of all groups under one key, and what keeps them there.
 
-An object has a slot for each rank that stores its group: one slot if all ranks have the same bytes. `Groups` numbers them.
+An object has a slot for each rank that stores its group, or one slot if all ranks have the same bytes. `Groups` numbers the
+slots.
 
-Owns: a chunk's state and slots, its namespace, and the counts of a model. Refuses to know: what pages contain, deadlines
-of leases, copies. One thread uses it.
+An object is FILLING until the bytes of its every slot were copied whole, then READY. A chunk is detached if its namespace was
+cleared or if it left the index: lookups do not find it, and its pages are freed when its last pin ends. The objects of a chunk
+age together and are evicted together.
 
-An object is FILLING until the bytes of its every slot were copied whole, then READY. A chunk is detached if its namespace
-was cleared or if it left the index: lookups do not find it, and its pages are freed when its last pin ends. The objects of
-a chunk age together and are evicted together.
+Owns: a chunk's state and slots, its namespace, and the counts of a model. Refuses to know: what pages contain, deadlines of
+leases, copies. One thread uses it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from kvserver.cache.pages import page_count
 
 
 class ModelUse:
-    """What one model uses of L1. `pages` includes the pages of detached chunks until they are freed. `share_pages` are kept for it."""
+    """Use of L1 by one model. `pages` includes the pages of detached chunks until they are freed. `share_pages` are kept for the model."""
 
     __slots__ = ("chunks", "evicted_chunks", "never_loaded_chunks", "pages", "share_pages", "tail_blocks")
 
@@ -36,7 +37,7 @@ class ModelUse:
 
 
 class Namespace:
-    """The chunks that one set of engines may share. Setting `cleared` detaches all of them at once."""
+    """Chunks that one set of engines may share. Setting `cleared` detaches all of them at once."""
 
     __slots__ = ("_left", "chunks", "cleared", "groups", "id", "model")
 
@@ -58,10 +59,10 @@ class Namespace:
 
 
 class Chunk:
-    """One chunk; an eviction policy adds its own state in a subclass. `done` is a bit set of slots; other slots are being filled.
+    """A chunk; an eviction policy adds its own state in a subclass.
 
-    `ready` is a bit set of groups: those whose slots are all done. `pins` counts tickets, `leases` counts requests. A chunk
-    with either is not evicted.
+    `done` is a bit set of slots; the other slots are being filled. `ready` is a bit set of groups: those whose slots are all
+    done. `pins` counts tickets, `leases` counts requests. A chunk with either is not evicted.
     """
 
     __slots__ = ("_slots", "done", "key", "leases", "loaded", "namespace", "pins", "ready")
@@ -84,11 +85,11 @@ class Chunk:
 
     @property
     def empty(self) -> bool:
-        """It has no slot."""
+        """True if the chunk has no slot."""
         return not self._joined
 
     def has_slot(self, number: int) -> bool:
-        """Whether the slot is done or being filled."""
+        """True if the slot is done or being filled."""
         if self.namespace.groups.slot_count == 1 or not self._slots:
             return bool(self._slots)
         begin, end = self._bounds(number)
@@ -148,7 +149,7 @@ class Chunk:
         return self._slots if count == 1 else self._slots[4 * count :]
 
     def _bounds(self, number: int) -> tuple[int, int]:
-        """Where in `_slots` the slot lies. REQUIRES: several slots, one of which is set."""
+        """(begin, end) of the slot in `_slots`. REQUIRES: several slots, one of which is set."""
         at = 4 * number
         begin = int.from_bytes(self._slots[at - 4 : at], sys.byteorder) if at else 4 * self.namespace.groups.slot_count
         return begin, int.from_bytes(self._slots[at : at + 4], sys.byteorder)

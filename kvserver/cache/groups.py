@@ -1,7 +1,7 @@
-"""The object groups of a namespace, as L1 counts them: slots of a chunk, and what a hit needs.
+"""Object groups of a namespace, as L1 counts them: slots of a chunk, and what a hit needs.
 
-Owns: the numbering of a chunk's slots over groups and ranks, and the search for the greatest boundary of a hit. Refuses to
-know: keys, leases, pages.
+Owns: the numbering of a chunk's slots over groups and ranks, and the search for the greatest boundary of a hit. Refuses to know:
+keys, leases, pages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class _HasReady(Protocol):
 
 
 class GroupObjects(msgspec.Struct, frozen=True):
-    """What an object of a group holds: the last `blocks` blocks of its chunk, of each KV cache group in `members`."""
+    """Extent of a group's objects: the last `blocks` blocks of the chunk, of each KV cache group in `members`."""
 
     number: int  # of the object group; of its single blocks (tails) -1 - number
     members: tuple[int, ...]  # as the engine numbers KV cache groups; (): all of the engine's
@@ -30,7 +30,7 @@ class GroupObjects(msgspec.Struct, frozen=True):
 
     @property
     def place(self) -> int:
-        """Of the group in its layout."""
+        """Index of the group in its layout."""
         return self.number if self.number >= 0 else -1 - self.number
 
     @property
@@ -43,10 +43,12 @@ WHOLE_CHUNKS = GroupObjects(0, (), 0, 0)  # of a model with one object group: al
 
 
 class Groups:
-    """The slots of group g are numbers [first[g], first[g] + slots[g]), one for each rank that stores it.
+    """Object groups of a namespace. The slots of group g are numbers [first[g], first[g] + slots[g]), one for each rank that stores it.
 
-    `masks[g]` has a bit for each of these numbers. `full` has bit g for each group of which a hit needs every chunk.
-    `objects[g]` is what KV events of the group's objects name. `tails`: chunks are single blocks, of prompts' last chunks.
+    - `masks[g]` has a bit for each of these numbers.
+    - `full` has bit g for each group of which a hit needs every chunk.
+    - `objects[g]` is what KV events of the group's objects name.
+    - `tails`: chunks are single blocks, of prompts' last chunks.
     """
 
     __slots__ = ("_chunk_tokens", "_others", "first", "full", "masks", "objects", "slot_count", "slots", "tails")
@@ -99,5 +101,5 @@ def _objects_of(number: int, group: ObjectGroup, chunk_tokens: int) -> GroupObje
 
 
 def one_group(ranks: int) -> Groups:
-    """Of a model whose KV cache groups are all full, sharded over the ranks."""
+    """Groups of a model whose KV cache groups are all full, sharded over the ranks."""
     return Groups([ObjectGroup("full", (0,), 1)], ranks, 1)

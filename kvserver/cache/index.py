@@ -18,7 +18,7 @@ _KEY = struct.Struct(f"{KEY_BYTES}s")
 
 
 def split_keys(keys: bytes) -> Iterator[tuple[bytes]]:
-    """Each key in a tuple of one: this runs for every chunk of every lookup, and no other way is as fast."""
+    """Keys, each in a tuple of one. This runs for every chunk of every lookup, and no other way is as fast."""
     return _KEY.iter_unpack(keys)
 
 
@@ -36,7 +36,7 @@ class Index:
         return self._namespaces.get(id)
 
     def find_chunks(self, id: bytes, keys: bytes) -> list[Chunk | None]:
-        """One for each key; None where the namespace has none."""
+        """Chunks by key; None where the namespace has none."""
         namespace = self._namespaces.get(id)
         return namespace.chunks.find(keys) if namespace is not None else [None] * (len(keys) // KEY_BYTES)
 
@@ -83,7 +83,7 @@ class Index:
 
     @property
     def count(self) -> int:
-        """Of chunks and of single blocks."""
+        """Number of chunks and single blocks."""
         return self.chunk_count + self.tail_blocks
 
     def _count(self, namespace: Namespace, more: int) -> None:
@@ -98,7 +98,7 @@ class Index:
         return list(self._namespaces)
 
     def ids_of_model(self, name: str) -> list[bytes]:
-        """Of the namespaces that engines of this model made. None for OTHER, which is several models."""
+        """Ids of the namespaces that engines of this model made. For OTHER, which is several models, there are none."""
         use = self.models.get(name) if name != OTHER else None
         return [id for id, namespace in self._namespaces.items() if namespace.model is use]
 

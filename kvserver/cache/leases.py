@@ -1,9 +1,10 @@
-"""Which request claims which chunks, and until when.
+"""Leases: requests' claims on chunks, with deadlines.
+
+A lease delays eviction; it does not guarantee a later load. Disconnected engines, and requests that never ended, may leave many
+leases. Their ends are deferred: end_one() does one at a time.
 
 Owns: the leases, by request, and those that count as ended but are not yet. Refuses to know: which chunks a request needs
-(`cache`), clocks. A lease delays eviction; it does not guarantee a later load.
-
-Ends of many leases, of disconnected engines or of requests that never ended, are deferred: end_one() does one at a time.
+(`cache`), clocks.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ Owner: TypeAlias = tuple[str, str]  # (instance id, request id)
 
 @dataclass(slots=True)
 class Lease:
-    """A request's claim on chunks."""
+    """Claim of a request on chunks."""
 
     deadline: float
     chunks: list[Chunk]
 
 
 class Leases:
-    """`chunk.leases` is the callers' to count up; it is counted down here."""
+    """Leases by owner. Callers count `chunk.leases` up; this class counts it down."""
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self.count = 0
@@ -91,7 +92,7 @@ class Leases:
         return len(lease.chunks)
 
     def __iter__(self) -> Iterator[Lease]:
-        """Those of connected instances. REQUIRES: no other is left, which this asserts."""
+        """Leases of connected instances. REQUIRES: no other is left, which this asserts."""
         assert not self._ownerless, "end the leases of disconnected instances first"
         for leases in self._leases.values():
             yield from leases.values()

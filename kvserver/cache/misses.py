@@ -1,4 +1,4 @@
-"""What a lookup found, and why it did not find more.
+"""Result of a lookup: what it found, and why it did not find more.
 
 Owns: the outcome, the reasons and a bounded memory of evicted keys. Refuses to know: resident chunks (`cache`).
 """
@@ -14,7 +14,7 @@ _BUCKET = 8  # places that one digest may use
 
 
 class MissReason(str, Enum):
-    """The reason of one missed chunk; Cache.lookup() determines it."""
+    """Reason of one missed chunk; Cache.lookup() determines it."""
 
     EVICTED = "evicted"  # it was evicted, and EvictedKeys still remembers it, or the chunk behind it
     NO_BOUNDARY = (
@@ -32,10 +32,10 @@ class MissReason(str, Enum):
 
 
 class LookupOutcome(msgspec.Struct, frozen=True, gc=False):
-    """A hit at boundary `hit_chunks` of `chunks` chunks. The chunks behind it are missed; `hit_chunks` is the first one's position.
+    """A hit at boundary `hit_chunks` of `chunks` chunks. The chunks behind it are missed; the first of them has position `hit_chunks`.
 
-    All full groups have the first `full_chunks`, which are more if other groups' objects are missing. The blocks of the next
-    `tail_tokens` tokens are part of the hit: of the first missed chunk, or behind the last chunk.
+    All full groups have the first `full_chunks`; these are more than the hit if other groups' objects are missing. The hit
+    includes the blocks of the next `tail_tokens` tokens: of the first missed chunk, or behind the last chunk.
     """
 
     chunks: int
@@ -49,7 +49,7 @@ class LookupOutcome(msgspec.Struct, frozen=True, gc=False):
     tail_tokens: int = 0
 
     def missed_tokens(self, chunk_tokens: int, prompt_tokens: int) -> dict[MissReason, int]:
-        """By reason, that of the first missed chunk first; `prompt_tokens` is 0 if it was not stated."""
+        """Missed tokens by reason, that of the first missed chunk first. `prompt_tokens` is 0 if it was not stated."""
         found = {reason: chunks * chunk_tokens for reason, chunks in self.missed}
         if found:
             found[self.missed[0][0]] -= self.tail_tokens
@@ -57,7 +57,7 @@ class LookupOutcome(msgspec.Struct, frozen=True, gc=False):
         return found | ({MissReason.PARTIAL_CHUNK: beyond} if beyond > 0 else {})
 
     def looked_up_tokens(self, chunk_tokens: int) -> int:
-        """Of the chunks, and of the blocks that were found behind the last one."""
+        """Tokens of the chunks, and of the blocks that were found behind the last one."""
         return self.chunks * chunk_tokens + (0 if self.missed else self.tail_tokens)
 
 
@@ -82,8 +82,8 @@ def filled_to(outcome: LookupOutcome, boundary: int) -> LookupOutcome:
 class EvictedKeys:
     """The last evicted (namespace, key) pairs: between one and two times as many as L1 has chunks.
 
-    Keeps two generations of digests, which use 16 bytes for each chunk of L1. About one in a hundred of the pairs is lost,
-    when buckets overflow. About one of a hundred million other pairs is mistaken for an evicted one.
+    Keeps two generations of digests, which use 16 bytes for each chunk of L1. About one in a hundred pairs is lost when buckets
+    overflow. About one of a hundred million other pairs is mistaken for an evicted one.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""Which instances may share KV.
+"""Namespaces: the instances that may share KV.
 
-Owns: the fingerprint of everything that must agree, and the check that the ranks of an instance agree. Refuses
-to know: the meaning of counted fields, and the chunks.
+Owns: the fingerprint of everything that must agree, and the check that the ranks of an instance agree. Refuses to know: the
+meaning of counted fields, and the chunks.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def counted(spec: RegisterWorker) -> dict[str, Counted]:
 
 
 def private_reason(ranks: Iterable[RegisterWorker]) -> str:
-    """Why an instance shares KV with no other incarnation; empty if it does share."""
+    """Reason why an instance shares KV with no other incarnation; empty if it does share."""
     return next(filter(None, (rank.private for rank in ranks)), "")
 
 

@@ -1,15 +1,14 @@
 """The pages of L1: which are free and which are pinned.
 
-Owns: the free pages, as extents: runs of neighbouring pages, merged as soon as they touch. Refuses to know:
-a page's content and owner, and how memory is pinned. One thread uses it.
-Invariant: unused_pages + used_pages == pages.
+Pages below `pinned_pages` are pinned for GPUs. GPU copies to other pages are slower, so pinned pages are used first. If no page
+or every page is pinned, there is nothing to choose.
 
-Pages below `pinned_pages` are pinned for GPUs; GPU copies to other pages are slower, so pinned pages are used first.
-If no page or every page is pinned, there is nothing to choose.
+A slot is `bytes`: its extents in the order of the slot's bytes, each a pair of u32 (first page, pages) in the machine's byte
+order. Joined slots are a list of extents, too. A slot is nearly always one extent. In fragmented memory it is several, as few and
+as large as possible.
 
-A slot is `bytes`: its extents in the order of the slot's bytes, each a pair of u32 (first page, pages) in the
-machine's byte order. Joined slots are a list of extents, too. A slot is nearly always one extent; in fragmented
-memory it is several extents, as few and as large as possible.
+Owns: the free pages, as extents: runs of neighbouring pages, merged as soon as they touch. Refuses to know: a page's content and
+owner, and how memory is pinned. One thread uses it. Invariant: unused_pages + used_pages == pages.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ def page_bytes_for(l1_bytes: int) -> int:
 def granularity(pages: int) -> int:
     """Pages of one granule of a slot of `pages` pages: a power of two, at most 1/32 of the slot.
 
-    Slots and their extents are whole granules, so freed memory never splits into shreds and copies stay wide when L1
-    is fragmented: an extent of a slot of 2 MiB or more has at least 64 KiB.
+    Slots and their extents are whole granules. So freed memory never splits into shreds, and copies stay wide when L1 is
+    fragmented: an extent of a slot of 2 MiB or more has at least 64 KiB.
     """
     return 1 << max(0, (pages // _LEAST_GRANULES).bit_length() - 1)
 

@@ -1,13 +1,14 @@
-"""The parts of L1 that are kept for models, so that a busy one cannot push out another.
+"""Parts of L1 that are kept for models, so that a busy model cannot push out another.
 
-Owns: which chunks an eviction spares, and their order. Refuses to know: pages of a pool, who evicts.
+A model's share is a minimum: no store of another model leaves it with less. What the model does not use of its share, others may.
+Pages count as in `ModelUse.pages`: all object groups, single blocks and namespaces of the model, and pages that are leased,
+filled or not yet freed. Beyond their shares models compete by the eviction policy alone.
 
-A model's share is a minimum: no store of another model leaves it with less, and what of it the model does not use others may. Pages count as
-`ModelUse.pages` does: all object groups, single blocks, all namespaces of the model, and also what is leased, filled or not
-yet freed. Beyond their shares models compete by the eviction policy alone.
+A spared chunk leaves the policy's order until its next use. So an eviction looks at each chunk once, not again and again at those
+that it must not touch. Spared chunks were next to be evicted: once their model has more than its share, they are the first READY
+ones to leave.
 
-A spared chunk leaves the policy's order until its next use, so an eviction looks at each chunk once, not again and again at those that it
-must not touch. Spared chunks were next to be evicted: once their model has more than its share, they are the first READY ones to leave.
+Owns: which chunks an eviction spares, and their order. Refuses to know: pages of a pool, and what is evicted for whom.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from kvserver.cache.eviction import RingChunk, empty_ring, link, oldest, unlink
 
 
 class Shares:
-    """`pages` by model. REQUIRES: if there are any, chunks are RingChunks, as those of all policies of `--eviction-policy` are."""
+    """Shares by model, in `pages`. REQUIRES: if there are any, chunks are RingChunks, as those of all policies of `--eviction-policy` are."""
 
     def __init__(self, pages: Mapping[ModelUse, int]) -> None:
         self._spared = {model: empty_ring() for model in pages}
@@ -28,9 +29,9 @@ class Shares:
             model.share_pages = share
 
     def spares(self, chunk: Chunk) -> bool:
-        """Whether the chunk stays, as its model would have less than its share without it. REQUIRES: the policy has popped it.
+        """True if the chunk stays: without it its model would have less than its share. REQUIRES: the policy has popped it.
 
-        An incomplete chunk is of no use to a model.
+        An incomplete chunk is of no use to a model and is not spared.
         """
         model = chunk.namespace.model
         if not model.share_pages or not chunk.ready or model.pages - chunk.page_count >= model.share_pages:

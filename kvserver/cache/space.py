@@ -1,7 +1,7 @@
-"""The memory of L1: which chunks have it, and who must leave so that others get it.
+"""The memory of L1: which chunks have it, and which must leave so that others get it.
 
-Owns: index, pool, eviction policy, shares, pins, leases and cleared chunks, and what is counted of evictions. Refuses to know: what
-a store plans (`store_plans`) and what a lookup finds (`cache`).
+Owns: index, pool, eviction policy, shares, pins, leases and cleared chunks, and the counts of evictions. Refuses to know: what a
+store plans (`store_plans`) and what a lookup finds (`cache`).
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Space:
     # ---- free, allocate, evict ----------------------------------------------------------------
 
     def free_or_track(self, *chunks: Chunk, before: Chunk | None = None) -> None:
-        """After a pin ended: free detached chunks, make the others the youngest, in this order, or older than `before`."""
+        """Free the detached ones of chunks whose pin ended; make the others the youngest, in this order, or older than `before`."""
         for chunk in chunks:
             if chunk.detached and not chunk.pins:
                 self._free_chunk(chunk)
@@ -132,7 +132,7 @@ class Space:
         return slots
 
     def _allocate_slot(self, plan: StorePlan, model: ModelUse) -> bytes | None:
-        """One slot of one chunk, evicting as needed. None if `plan.steps` are used up or no chunk may be evicted."""
+        """Allocate one slot of one chunk, evicting as needed. None if `plan.steps` are used up or no chunk may be evicted."""
         while (slot := self.pool.allocate_pages(plan.pages)) is None:
             if plan.steps <= 0:
                 return None

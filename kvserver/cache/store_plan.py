@@ -1,4 +1,4 @@
-"""What one store or fill copies: the chunks, their keys, and how far its planning is.
+"""Plan of one store or fill: the chunks, their keys, and how far its planning is.
 
 Owns: the plan's fields. Refuses to know: how slots are allocated (`space`), and what becomes of a plan (`store_plans`).
 """
@@ -13,11 +13,10 @@ from kvserver.cache.groups import Groups
 
 @dataclass(slots=True)
 class StorePlan:
-    """The objects that one rank's store copies, or that a fill reads. That of `chunks[i]` has the key number `positions[i]`.
+    """Objects that one rank's store copies, or that a fill reads. The object of `chunks[i]` has the key number `positions[i]`.
 
-    `prefix` is all chunks of the store in key order, skipped chunks included: they age together. `evicted` is the
-    (namespace id, key) of each chunk that was evicted for this store, `evicted_tails` the same of single blocks.
-    finish_store() adds to `ready`.
+    `prefix` is all chunks of the store in key order, skipped chunks included: they age together. `evicted` is the (namespace id,
+    key) of each chunk that was evicted for this store, `evicted_tails` the same of single blocks. finish_store() adds to `ready`.
     """
 
     group: int

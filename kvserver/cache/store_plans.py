@@ -1,6 +1,6 @@
 """Stores and fills: from keys to slots, and from the end of a copy to READY objects.
 
-Owns: what becomes of a plan. Refuses to know: whom an allocation evicts (`space`), who copies. The rules are `cache`'s.
+Owns: what becomes of a plan. Refuses to know: which chunks an allocation evicts (`space`), who copies. The rules are `cache`'s.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FIRST_SLOT = range(1)
 
 
 class StorePlans:
-    """REQUIRES: one thread uses it."""
+    """Plans of stores and fills. REQUIRES: one thread uses it."""
 
     def __init__(self, space: Space) -> None:
         self._space = space
@@ -41,14 +41,14 @@ class StorePlans:
     ) -> StorePlan:
         """Allocate slots for the objects of `group` of which none of these slots is there yet, and pin their chunks.
 
-        `after`: of a tail, (namespace id, key) of the chunk before it. `slots` are the numbers of one rank's slot in each chunk,
-        or of all ranks' slots; `places` where the keys are among those that all ranks store
-        together, if not from 0 on. Pair with finish_store().
+        - `after`: of a tail, (namespace id, key) of the chunk before it.
+        - `slots`: the numbers of one rank's slot in each chunk, or of all ranks' slots.
+        - `places`: the places of the keys among those that all ranks store together, if not from 0 on.
 
-        Objects that are resident or that another store fills are skipped (duplicate stores merge). `no_space` counts the
-        first object that cannot fit, and all objects after it. An object cannot fit if L1 is too small for all ranks' bytes
-        of it and of the objects before it, or if no further chunk may be evicted. KVServerError(TOO_LARGE) if L1 is too
-        small for one slot. A plan that is not `complete` after `steps` steps is continued by extend_plan().
+        Objects that are resident or that another store fills are skipped (duplicate stores merge). `no_space` counts the first
+        object that cannot fit, and all objects after it. An object cannot fit if no further chunk may be evicted, or if L1 is too
+        small for all ranks' bytes of it and of the objects before it. KVServerError(TOO_LARGE) if L1 is too small for one slot. A
+        plan that is not `complete` after `steps` steps is continued by extend_plan(). Pair with finish_store().
         """
         pages = self._space.pool.pages_for(slot_bytes)
         if pages > self._space.pool.pages:
@@ -142,7 +142,7 @@ class StorePlans:
         return len(plan.ready)
 
     def has_objects(self, namespace_id: bytes, group: int, keys: bytes) -> bool:
-        """Whether the group's objects of all keys are READY."""
+        """True if the group's objects of all keys are READY."""
         namespace = self._space.index.find_namespace(namespace_id)
         found = namespace.chunks.find(keys) if namespace is not None else [None]
         return all(chunk is not None and chunk.ready >> group & 1 for chunk in found)

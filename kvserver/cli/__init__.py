@@ -1,1 +1,1 @@
-"""The commands of `kvserver`, one file each."""
+"""Commands of `kvserver`, one file each."""

@@ -1,6 +1,7 @@
-"""`kvserver bench`: what this machine does for the cache, and whether that is normal.
+"""`kvserver bench`: how fast this machine is for the cache, and whether that is normal.
 
-Owns: the arguments, the text and the exit code. Refuses to know: how anything is measured (`bench.run`, which is loaded when it runs).
+Owns: the arguments, the text and the exit code. Refuses to know: how anything is measured (`bench.run`, which is loaded when it
+runs).
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _end_children() -> None:
-    """Those whose start a signal interrupted, so that no part knows of them."""
+    """End children whose start a signal interrupted: no part knows of them."""
     with contextlib.suppress(OSError):
         for pid in Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split():
             os.kill(int(pid), signal.SIGKILL)
@@ -109,7 +110,7 @@ def _size(text: str) -> int:
 
 
 def line(one: Measurement) -> str:
-    """As "copies  load, per layer, pieces of 64 KiB  8.1 GB/s  1.02 of memcpy by 2 threads  normal (at least 0.5)"."""
+    """Line of text: "copies load, per layer, pieces of 64 KiB 8.1 GB/s 1.02 of memcpy by 2 threads normal (at least 0.5)"."""
     if one.failure:
         return f"{one.part:<8} {one.what}: NOT MEASURED: {one.failure}"
     if not one.unit:

@@ -1,7 +1,9 @@
 """`kvserver doctor --bundle FILE`: all that helps to find a fault, in one file to be sent to others.
 
-Owns: what is in it, and how the file is written. Refuses to know: what must be left out of a text (`redaction`). It works with a daemon
-that does not answer: pages are missing then, and the process, its log and the machine are described by the kernel.
+It works with a daemon that does not answer: pages are missing then, and the kernel describes the process, its log and the
+machine.
+
+Owns: what is in it, and how the file is written. Refuses to know: what must be left out of a text (`redaction`).
 """
 
 from __future__ import annotations
@@ -129,7 +131,7 @@ def _strings(settings: Settings) -> list[str]:
 
 
 def _add_pages(parts: _Parts, settings: Settings) -> None:
-    """After one that nothing answered the others are not requested."""
+    """Add the daemon's pages. After one without any answer the others are not requested."""
     host = "127.0.0.1" if settings.http_host in ("0.0.0.0", "::") else settings.http_host
     arguments = argparse.Namespace(
         http_host=host, http_port=settings.http_port, http_token_file=settings.http_token_file
@@ -152,7 +154,7 @@ def _add_pages(parts: _Parts, settings: Settings) -> None:
 
 
 def _environ(pid: int) -> dict[str, str]:
-    """Of the daemon; empty if it cannot be read."""
+    """Environment of the daemon; empty if it cannot be read."""
     try:
         words = Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0") if pid else []
     except OSError:
@@ -197,7 +199,7 @@ def _log(given: str, pid: int) -> str:
 
 
 def _tail(path: Path) -> str:
-    """Of whole lines: half a secret has no form by which to find it."""
+    """Last whole lines of the file: half a secret has no form by which to find it."""
     with open(path, "rb") as file:
         end = file.seek(0, os.SEEK_END)
         file.seek(max(0, end - _LOG_BYTES))
@@ -231,7 +233,7 @@ def _process(pid: int, environ: Mapping[str, str]) -> str:
 
 
 def _machine() -> dict[str, Any]:
-    """Without its name."""
+    """Description of the machine, without its name."""
     system = os.uname()
     models = [
         line.partition(":")[2].strip()

@@ -1,7 +1,7 @@
-"""The checks of `kvserver doctor` on a machine, one small function per check.
+"""Checks of `kvserver doctor` on a machine, one small function per check.
 
-Owns: problems of memory, limits and the environment, and the command or flag that fixes each. Refuses to know: how
-findings are shown. A check takes a `Machine`, changes nothing and returns a `Finding`.
+Owns: problems of memory, limits and the environment, and the command or flag that fixes each. Refuses to know: how findings are
+shown. A check takes a `Machine`, changes nothing and returns a `Finding`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Finding:
 
 @dataclass
 class Machine:
-    """Everything that checks read. Tests give fake folders and values."""
+    """Source of everything that checks read. Tests give fake folders and values."""
 
     settings: Settings
     root: Path = Path("/")
@@ -75,7 +75,7 @@ class Machine:
             return ""
 
     def link(self, path: str) -> str:
-        """Where a link leads, "" if it cannot be read."""
+        """Target of a link, "" if it cannot be read."""
         try:
             return os.readlink(self.root / path)
         except OSError:
@@ -145,7 +145,7 @@ def l1_memory(machine: Machine) -> Finding:
 
 
 def memory_beside_l1(machine: Machine) -> Finding:
-    """Whether a container's limit holds L1 and what the daemon needs beside it: a daemon that grows past it is killed."""
+    """Check whether a container's limit is enough for L1 and the daemon's other memory: a daemon that grows past it is killed."""
     try:
         l1_bytes, placement = choose_l1(machine.settings, machine.root)
     except ConfigError as error:  # of a running daemon, whose L1 is what is missing

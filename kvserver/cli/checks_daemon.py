@@ -1,7 +1,7 @@
-"""The checks of `kvserver doctor` on the daemon that runs: whether it answers and is ready, and who has its HTTP port.
+"""Checks of `kvserver doctor` on the running daemon: whether it answers and is ready, and which process has its HTTP port.
 
-Owns: what the daemon itself and the kernel state of it. Refuses to know: the machine (`checks`), and the storage (`checks_storage`),
-which reads the status that `daemon` leaves in the Machine. It imports nothing else of the daemon.
+Owns: what the daemon itself and the kernel state of it. Refuses to know: the machine (`checks`), and the storage
+(`checks_storage`), which reads the status that `daemon` leaves in the Machine. It imports nothing else of the daemon.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """`kvserver doctor --engine URL`: reads a vLLM engine's own metrics, which report whether its cache is on, and why not.
 
-Owns: reading the metrics, and the fix for each reason. Refuses to know: the machine and the daemon (`checks` and its kin). The
-URL may be on any machine and of any server: every answer becomes a finding.
+The URL may be on any machine and of any server: every answer becomes a finding.
+
+Owns: reading the metrics, and the fix for each reason. Refuses to know: the machine and the daemon (`checks` and its kin).
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ _REFUSED = "see the daemon's log and the engine's: they name what was refused"
 
 @dataclass
 class EngineMetrics:
-    """The metrics with one value of the label `engine`."""
+    """Metrics with one value of the label `engine`."""
 
     connected: float | None = None
     instance_id: str = ""  # the engine's name in kvserver; "" of an older connector

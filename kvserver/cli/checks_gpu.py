@@ -25,7 +25,7 @@ _INITIAL_USER_NAMESPACE = "user:[4026531837]"
 
 @dataclass(frozen=True)
 class GpuFiles:
-    """One GPU as the driver shows it under /proc."""
+    """A GPU as the driver shows it under /proc."""
 
     model: str
     uuid: str  # question marks until the GPU was first used

@@ -1,7 +1,8 @@
-"""The check of `kvserver doctor` on the storage behind L1: every tier of `--l2`, and those of the daemon that runs.
+"""Check of `kvserver doctor` on the storage behind L1: every tier of `--l2`, and those of the running daemon.
 
-Owns: whether a folder can be used and has the space, and whether a server answers. Refuses to know: what a tier keeps there. It
-reads only, and loads what tiers need of other packages when there is a tier.
+It reads only. It loads the packages that tiers need only when there is a tier.
+
+Owns: whether a folder can be used and has the space, and whether a server answers. Refuses to know: what a tier keeps there.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def _folder(machine: Machine, tier: TierUrl) -> Finding:
 
 
 def _space(machine: Machine, tier: TierUrl, folder: Path, had: int) -> Finding:
-    """Of a folder that can be written to. `had`: bytes of it that the tier has already."""
+    """Check the space of a folder that can be written to. `had`: bytes that the tier has there already."""
     wanted, room = parse_size(tier.own["size"]), machine.statvfs(folder)
     free = room.f_bavail * room.f_frsize + had
     if free < wanted:

@@ -1,9 +1,9 @@
 """`kvserver clear`: forget cached KV, all of it or that of one engine or model.
 
-Owns: the question, the text and the exit code. Refuses to know: what is cleared; the daemon decides and reports it.
+The command first requests what it would clear (`dry_run`), and shows it. It clears KV that other engines or machines use as well
+only if a person agrees, or with --shared.
 
-What it would clear is requested first (`dry_run`), and shown. What other engines or machines use as well is cleared only if a
-person agrees to that, or with --shared.
+Owns: the question, the text and the exit code. Refuses to know: what is cleared; the daemon decides and reports it.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _post(arguments: argparse.Namespace, **more: str) -> dict[str, Any]:
 
 
 def _not_agreed(arguments: argparse.Namespace, report: dict[str, Any]) -> str | None:
-    """Why nothing may be cleared; None if it may."""
+    """Reason why nothing may be cleared; None if it may."""
     others = _others(report)
     if arguments.yes:
         return f"{others}; add --shared to clear it for all of them" if others and not arguments.shared else None
@@ -83,7 +83,7 @@ def _not_agreed(arguments: argparse.Namespace, report: dict[str, Any]) -> str | 
 
 
 def _others(report: dict[str, Any]) -> str:
-    """Who beside the named engines uses what is cleared; "" if there is none."""
+    """Engines and machines beside the named engines that use what is cleared; "" if there are none."""
     users = [f"the engines {', '.join(report['shared_with'])}"] if report["shared_with"] else []
     if tiers := [tier["name"] for tier in report["l2"] if tier["shared"]]:
         users.append(f"other machines, through {', '.join(tiers)}")
@@ -91,7 +91,7 @@ def _others(report: dict[str, Any]) -> str:
 
 
 def text(report: dict[str, Any], done: str) -> list[str]:
-    """What in which tiers, whose, and who else uses it."""
+    """Format the clear report: objects per tier, engines affected, other engines that share them."""
     blocks = f" and {report['tail_blocks']:,} single blocks" if report["tail_blocks"] else ""
     parts = [f"{report['chunks']:,} chunks{blocks} in L1"]
     for tier in report["l2"]:

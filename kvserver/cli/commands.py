@@ -1,6 +1,6 @@
-"""The commands `top`, `clear` and `bench`: their flags, and what runs each.
+"""The commands `top`, `clear` and `bench`: their flags, and the function that runs each.
 
-Owns: their rows. What only one of them needs is loaded when it runs.
+Owns: their rows. Modules that only one of them needs are loaded when it runs.
 """
 
 from __future__ import annotations

@@ -23,11 +23,11 @@ _MOST_ERROR_BYTES = 1 << 20
 
 
 class NoAnswer(Exception):
-    """The line to print."""
+    """Request without an answer; the message is the line to print."""
 
 
 class RefusedRequest(NoAnswer):
-    """The daemon answered with an error. `answer` is its JSON; empty if it had none."""
+    """Request that the daemon answered with an error. `answer` is its JSON; empty if it had none."""
 
     def __init__(self, line: str, code: int, answer: dict[str, Any]) -> None:
         super().__init__(line)

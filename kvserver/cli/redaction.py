@@ -1,8 +1,10 @@
-"""Text without what must not leave the machine: secrets, whose the files are, and token ids.
+"""Redaction: removes from a text secrets, users' names in paths, and token ids.
 
-Owns: the rules. Secrets are found by their value (a token file, passwords of URLs, variables whose name names one) and by the form in which
-they are written; a user's part of a path by the places of homes and by the names of this machine's users. Refuses to know: where a text
-comes from.
+Secrets are found by their value and by the form in which they are written. Values are those of a token file, of passwords in
+URLs, and of variables whose name suggests a secret. A user's part of a path is found by the places of homes and by this machine's
+user names.
+
+Owns: the rules. Refuses to know: where a text comes from.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ _OF_LOGS = (
 
 
 class Redactor:
-    """`secrets`: values that were found to be one. `homes` and `users`: of this machine, beside those of its list of users."""
+    """Redactor of one machine's texts. `secrets`: values to remove. `homes` and `users`: beside those of the machine's list of users."""
 
     def __init__(self, secrets: Iterable[str] = (), homes: Iterable[str] = (), users: Iterable[str] = ()) -> None:
         known = {one for secret in secrets for one in forms_of(secret) if len(one) >= _SHORTEST}

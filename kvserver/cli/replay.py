@@ -1,6 +1,7 @@
 """`kvserver replay TRACE`: the hit rate that a recorded stream of prompts would have had, by size and policy of the cache.
 
-Owns: the table and the progress line. The arguments are in `replay_arguments`, which every command loads. Refuses to know: how a trace is replayed (`replay`).
+Owns: the table and the progress line. The arguments are in `replay_arguments`, which every command loads. Refuses to know: how a
+trace is replayed (`replay`).
 """
 
 from __future__ import annotations
@@ -153,7 +154,7 @@ def _opened(path: str) -> Iterator[BinaryIO]:
 
 
 class _Progress:
-    """How far the work is, on stderr: on a terminal one line that is rewritten, else a line for every run as it begins."""
+    """Progress of the work on stderr: on a terminal one line that is rewritten, else a line for every run as it begins."""
 
     def __init__(self) -> None:
         self._rewrites = sys.stderr.isatty()

@@ -76,7 +76,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 @dataclass
 class Readings:
-    """The statuses of the last seconds, and what is read less often."""
+    """Statuses of the last seconds, and pages that are read less often."""
 
     arguments: argparse.Namespace
     _statuses: deque[tuple[float, DaemonStatus]] = field(default_factory=deque)
@@ -99,7 +99,7 @@ class Readings:
         return self._last
 
     def _read_beside(self, reading: Reading) -> Reading:
-        """What cannot be read is left out: it is the smaller part of the screen."""
+        """Add the other pages to the reading. A page that cannot be read is left out: it is the smaller part of the screen."""
         with contextlib.suppress(http_client.NoAnswer, KeyError, TypeError):
             reading = replace(reading, median_age_seconds=median_ages(http_client.text(self.arguments, "/metrics")))
             query = urlencode({"minutes": 5, "limit": _WORST_REQUESTS})
@@ -128,7 +128,7 @@ def _print(arguments: argparse.Namespace, reading: Reading) -> None:
 
 
 def _print_on(arguments: argparse.Namespace, readings: Readings) -> None:
-    """Until its reader has ended (BrokenPipeError) or Ctrl-C."""
+    """Print readings until the reader of stdout has ended (BrokenPipeError) or Ctrl-C."""
     while True:
         try:
             _print(arguments, readings.read())
@@ -143,7 +143,7 @@ def _print_on(arguments: argparse.Namespace, readings: Readings) -> None:
 
 
 def _draw_on(arguments: argparse.Namespace, readings: Readings) -> None:
-    """Until q. While a daemon hangs, q is read when the request's time is over, Ctrl-C at once."""
+    """Draw readings until q. While a daemon hangs, q is read when the request's time is over, Ctrl-C at once."""
     from rich.console import Console, Group
     from rich.live import Live
     from rich.text import Text

@@ -1,4 +1,4 @@
-"""Which lines of a text that is longer than the screen are on it.
+"""Scrolling: the lines on the screen, of a text that is longer than the screen.
 
 Owns: the keys that scroll, the position, and the line that states what is not shown. Refuses to know: what the lines are.
 """
@@ -18,7 +18,7 @@ _QUITS = (b"q", b"Q")
 
 
 class Scroll:
-    """The first line is always shown, the others by the position."""
+    """Position in a text. The first line is always shown, the others by the position."""
 
     def __init__(self, has_keys: bool) -> None:
         self._how = ": arrow keys and page keys scroll" if has_keys else ""
@@ -26,14 +26,14 @@ class Scroll:
         self._page = 1
 
     def press(self, keys: bytes) -> bool:
-        """Whether to go on. Without keys the keyboard is closed."""
+        """Scroll by the keys; False if they end the command. Without keys the keyboard is closed."""
         pressed = _KEY.findall(keys)
         for key in pressed:
             self._hidden += _LINES.get(key, 0) + _PAGES.get(key, 0) * self._page
         return bool(pressed) and not any(key in _QUITS for key in pressed)
 
     def shown(self, lines: Sequence[T], rows: int) -> tuple[list[T], str]:
-        """What fits into so many rows, and the text of the last row, "" if all lines are shown. The position ends at the last line."""
+        """Lines that fit into so many rows, and the text of the last row, "" if all lines are shown. The position ends at the last line."""
         self._page = max(1, rows - 2)
         self._hidden = max(0, min(self._hidden, len(lines) - 1 - self._page))
         if len(lines) <= rows or rows < 3:

@@ -1,4 +1,4 @@
-"""What `kvserver top` shows: a status, what has changed since an earlier one, and what no status has.
+"""Reading that `kvserver top` shows: a status, its changes from an earlier one, and data that no status has.
 
 Owns: the reading, whose form `kvserver top --json` prints. Refuses to know: terminals, how statuses are read.
 """
@@ -26,7 +26,7 @@ class TierRates(Struct, frozen=True):
 
 
 class Rates(Struct, frozen=True, kw_only=True):
-    """A second, of the time between two statuses of one incarnation of the daemon."""
+    """Rates per second between two statuses of one incarnation of the daemon."""
 
     window_seconds: float
     prompt_tokens: dict[str, float]  # by source
@@ -48,7 +48,7 @@ class Reading(Struct, frozen=True, kw_only=True):
 
 
 def rates(now: DaemonStatus, before: DaemonStatus) -> Rates | None:
-    """None if they are of two incarnations of the daemon, or of one moment."""
+    """Rates between two statuses; None if they are of two incarnations of the daemon, or of one moment."""
     seconds = now.uptime_seconds - before.uptime_seconds
     if now.boot_id != before.boot_id or seconds <= 0:
         return None
@@ -83,7 +83,7 @@ def rates(now: DaemonStatus, before: DaemonStatus) -> Rates | None:
 
 
 def missed_tokens(status: DaemonStatus) -> Counter[str]:
-    """By reason, of the engines that are or were connected in the last minutes."""
+    """Missed tokens by reason, of the engines that are or were connected in the last minutes."""
     found: Counter[str] = Counter()
     for requests in _requests(status):
         found.update(requests.missed_tokens)
@@ -103,7 +103,7 @@ def _tokens(instances: list[InstanceStatus]) -> Counter[str]:
 
 
 def median_ages(metrics: str) -> dict[str, float]:
-    """By AGES, of the text of /metrics: within the bucket of the median, as if all its values were equally far apart."""
+    """Medians of AGES from the text of /metrics, interpolated linearly within the bucket of the median."""
     counts: dict[str, dict[float, float]] = {name: defaultdict(float) for name in AGES.values()}
     for name, bound, count in _BUCKET.findall(metrics):
         if name in counts:
@@ -113,7 +113,7 @@ def median_ages(metrics: str) -> dict[str, float]:
 
 
 def _median(cumulative: dict[float, float]) -> float | None:
-    """None without observations. Of values beyond all bounds the last bound."""
+    """Median of a cumulative histogram: None without observations, the last bound if it is beyond all bounds."""
     half = max(cumulative.values(), default=0.0) / 2
     lower = below = 0.0
     for bound, count in sorted(cumulative.items()) if half else ():

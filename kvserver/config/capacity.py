@@ -81,12 +81,12 @@ def huge_page_folder(page_bytes: int, root: Path = Path("/"), node: int | None =
 
 
 def _cgroup_room(root: Path, controller: str, prefix: str) -> Iterator[tuple[int, str]]:
-    """For each limit of this process's cgroups of either version: the bytes left, and the limit's name."""
+    """Room in each limit of this process's cgroups of either version: (bytes left, name of the limit)."""
     return ((limit - used, name) for limit, used, name in _cgroup_limits(root, controller, prefix))
 
 
 def _cgroup_limits(root: Path, controller: str, prefix: str) -> Iterator[tuple[int, int, str]]:
-    """Each limit of this process's cgroups of either version: its bytes, the bytes used, its name."""
+    """Limits of this process's cgroups of either version: (bytes, bytes used, name)."""
     for folder, (limit, usage) in _cgroup_folders(root, controller):
         try:
             bound, used = (int((folder / f"{prefix}.{name}").read_text()) for name in (limit, usage))
@@ -96,7 +96,7 @@ def _cgroup_limits(root: Path, controller: str, prefix: str) -> Iterator[tuple[i
 
 
 def _cgroup_folders(root: Path, controller: str) -> list[tuple[Path, tuple[str, str]]]:
-    """This process's cgroup folders of either version and their parents, with the names of limit and usage files."""
+    """Folders of this process's cgroups of either version and their parents, with the names of limit and usage files."""
     versions = {  # controllers in /proc/self/cgroup: folder below sys/fs/cgroup; limit and usage files
         "": ("", ("max", "current")),
         controller: (controller, ("limit_in_bytes", "usage_in_bytes")),

@@ -1,7 +1,7 @@
-"""Descriptors of this process: how many are left, and for whom the last ones are kept.
+"""Descriptors of this process: how many are left, and for which connections the last ones are kept.
 
-A process without free descriptors cannot accept a connection, and libzmq ends the process that cannot. So the daemon refuses by itself
-while some are left: attaching workers and status pages below RESERVE, all other connections below FOR_ENGINES.
+A process without free descriptors cannot accept a connection, and libzmq ends the process that cannot. So the daemon refuses by
+itself while some are left: attaching workers and status pages below RESERVE, all other connections below FOR_ENGINES.
 
 Owns: these bounds. Refuses to know: who opens descriptors.
 """
@@ -33,7 +33,7 @@ def raise_descriptor_limit() -> None:
 
 
 def has_free_descriptors(wanted: int) -> bool:
-    """So many more may be opened. It makes `wanted` system calls, and reads a folder where nearly all are in use."""
+    """True if so many more may be opened. It makes `wanted` system calls, and reads a folder if nearly all are in use."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return True

@@ -49,7 +49,7 @@ class _Entry(NamedTuple):
 
 
 class ListenGate:
-    """REQUIRES: made before the socket is bound; closed before the socket is. What it binds in between is gated.
+    """Gate of one ZMQ socket. REQUIRES: made before the socket is bound; closed before the socket is. Listeners bound in between are gated.
 
     `on_failed`: called in the gate's thread with the report of a connection that libzmq did not accept.
     """

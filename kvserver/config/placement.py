@@ -1,10 +1,10 @@
-"""The placement of L1: its size, its pages and its memory nodes.
+"""Placement of L1: its size, its pages and its memory nodes.
 
-Owns: the choice, from the settings and the machine, and the memory node next to a GPU. Refuses to know: how memory
-is mapped (`csrc/copy/host_region.cpp`), how much ordinary memory is free (`capacity`).
+The operator reserves explicit huge pages. L1 allocates them when it is mapped, never when it is touched: a page missing at that
+time would be a SIGBUS in the middle of a copy.
 
-The operator reserves explicit huge pages, and L1 allocates them when it is mapped, never when it is touched: a page
-missing at that time would be a SIGBUS in the middle of a copy.
+Owns: the choice, from the settings and the machine, and the memory node next to a GPU. Refuses to know: how memory is mapped
+(`csrc/copy/host_region.cpp`), how much ordinary memory is free (`capacity`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvserver.protocol import ConfigError
 
 @dataclass(frozen=True)
 class Placement:
-    """The pages and memory nodes of L1."""
+    """Pages and memory nodes of L1."""
 
     huge_page_bytes: int = 0  # size of explicit huge pages; 0: none
     transparent: bool = True  # without explicit huge pages: advise the kernel to use transparent ones

@@ -29,7 +29,7 @@ SERVING_MODES: tuple[str, ...] = get_args(ServingMode)
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of one daemon. Field `l1_size` is flag `--l1-size`, `KVSERVER_L1_SIZE`, TOML key `l1-size`."""
+    """Settings of one daemon. Field `l1_size` is flag `--l1-size`, `KVSERVER_L1_SIZE`, TOML key `l1-size`."""
 
     endpoint: Annotated[
         str,
@@ -117,9 +117,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     tails: Annotated[
         Literal["on", "off"],
         Meta(
-            description="Whether the blocks behind the last full chunk of a prompt, and of a request, are stored one by one, of models with full "
-            "attention alone. on: a hit ends on a block. off: it ends on a chunk; no second message of a lookup, and less of L1 used by "
-            "prompts that never come back.",
+            description="Blocks behind the last full chunk of a prompt or request, of models with full attention alone. With on they are stored one by "
+            "one, and a hit ends on a block. With off a hit ends on a chunk: lookups send no second message, and prompts that never come back use "
+            "less of L1.",
         ),
     ] = "on"
     boundary_interval: Annotated[
@@ -134,9 +134,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     eviction_policy: Annotated[
         Literal["lru", "slru"],
         Meta(
-            description="Which chunk is evicted from L1 first. lru: the least recently used one. slru: one that was not used again since it was "
-            "stored, of these the least recently used one; at most 40% of the chunks are protected by a use. bench/README.md has what both find of "
-            "which requests, and kvserver replay what they find of yours."
+            description="Chunk that is evicted from L1 first. With lru it is the least recently used one. With slru it is the least recently used one of "
+            "those that were not used again since their store. Use protects at most 40% of the chunks. bench/README.md has what both find of which "
+            "requests, and kvserver replay what they find of yours."
         ),
     ] = "slru"
     share: Annotated[
@@ -217,9 +217,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     kv_events: Annotated[
         Literal["auto", "on"],
         Meta(
-            description="Whether engines send the contents of blocks (hashes and token ids: 6 to 8 bytes a token) "
-            "with each store. auto: if this daemon publishes, writes or observes KV events. on: also if only "
-            "engines publish them, each with its own --kv-events-config."
+            description="Contents of blocks (hashes and token ids, 6 to 8 bytes a token) that engines send with each store. With auto they are sent if "
+            "this daemon publishes, writes or observes KV events. With on also if only engines publish them, each with its own "
+            "--kv-events-config."
         ),
     ] = "auto"
     kv_events_endpoint: Annotated[

@@ -37,7 +37,7 @@ def parse_shares(texts: Sequence[str]) -> dict[str, Decimal]:
 
 
 def _check_name(name: str) -> None:
-    """As the name in a registration is checked, which becomes the label of metrics."""
+    """Check a model's name as a registration does, where it becomes the label of metrics."""
     try:
         msgspec.convert(name, Name)
     except msgspec.ValidationError:

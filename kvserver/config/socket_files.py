@@ -1,7 +1,7 @@
-"""A Unix socket that listens at a path, and whether the path still leads to it.
+"""Unix socket that listens at a path, and whether the path still leads to it.
 
 A path can lose its socket while the socket listens on: a logout removes a folder, another process makes a file of that name.
-libzmq removes whatever lies at a path that it bound, so it gets a socket that was bound here (ZMQ_USE_FD).
+libzmq removes any file at a path that it bound. So it gets a socket that was bound here (ZMQ_USE_FD).
 
 Owns: which file at a path may be replaced or removed. Refuses to know: what connects.
 """
@@ -24,7 +24,7 @@ _USE_FD = 89  # zmq.USE_FD
 
 
 class SocketFile:
-    """REQUIRES: one thread uses it."""
+    """A listening Unix socket and its path. REQUIRES: one thread uses it."""
 
     def __init__(self, path: str, kind: socket.SocketKind = socket.SOCK_STREAM) -> None:
         self.path = path

@@ -44,7 +44,7 @@ else:
 
 @dataclass(frozen=True)
 class Source:
-    """The source of one value: `kind` is default, file, environment or flag; `name` is the key there."""
+    """Source of one value: `kind` is default, file, environment or flag; `name` is the key there."""
 
     kind: str
     name: str = ""
@@ -58,7 +58,7 @@ DEFAULT = Source("default")
 
 @dataclass(frozen=True)
 class Configuration:
-    """The settings of one daemon and the source of each value."""
+    """Settings of one daemon and the source of each value."""
 
     settings: Settings
     sources: dict[str, Source]  # of the values that are not defaults
@@ -239,7 +239,7 @@ def _bad(name: str, reason: str, values: dict[str, Any], sources: dict[str, Sour
 
 
 def _shown(name: str, value: Any) -> Any:
-    """As pages and the log show it."""
+    """Value as pages and the log show it."""
     if isinstance(value, (list, tuple)):
         return [_shown(name, one) for one in value]
     return without_user(value, name in _URLS) if isinstance(value, str) else value

@@ -1,10 +1,11 @@
 """Descriptor 2 of the daemon, to which libraries write lines of their own: each becomes a record of the log.
 
-valkey-glide prints errors whatever its logger is set to, and so may an observer of KV events. A library in Rust or C writes
-to the descriptor, which no hook of Python sees. So descriptor 2 becomes a socket, whose lines a thread logs as warnings of
-the logger `kvserver.stderr`. Records go to a duplicate of the former descriptor, with the number LOG_FD.
-What a library writes just before it aborts the process is no record: native code copies it to the log as it is.
-Native code that writes more than the socket holds (200 KB) while it has the GIL would wait for ever. None that the daemon loads does.
+valkey-glide prints errors whatever its logger is set to, and so may an observer of KV events. A library in Rust or C writes to
+the descriptor, which no hook of Python sees. So descriptor 2 becomes a socket, whose lines a thread logs as warnings of the
+logger `kvserver.stderr`. Records go to a duplicate of the former descriptor, with the number LOG_FD.
+
+A line that a library writes just before it aborts the process is no record: native code copies it to the log as it is. Native
+code that writes more than the socket's buffer (200 KB) while it has the GIL would wait for ever. None that the daemon loads does.
 
 Owns: descriptor 2, its thread. Refuses to know: the form of records (`logs`).
 """

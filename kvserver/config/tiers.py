@@ -36,7 +36,7 @@ LEAST_BYTES_PER_SECOND = 10_000_000
 
 @dataclass(frozen=True)
 class TierUrl:
-    """One tier as the settings describe it."""
+    """A tier as the settings describe it."""
 
     kind: str
     name: str  # unique among the tiers of a daemon

@@ -26,7 +26,7 @@ def without_user(text: str, is_url: bool = False) -> str:
 
 
 def _split_scheme(url: str) -> tuple[str, str]:
-    """What is before the first `//`, with its colon, and what is behind it; all is behind it where the URL has no such form."""
+    """(scheme with its colon, text behind the first `//`); ("", url) if the URL has no such form."""
     match = re.match(r"([a-z][a-z0-9+.-]*:)//", url, re.IGNORECASE)
     return (match[1], url[match.end() :]) if match else ("", url)
 

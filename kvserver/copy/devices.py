@@ -1,9 +1,9 @@
-"""The devices that copy for workers: the CPU's threads, and one device for each GPU whose memory engines register.
-
-Owns: the devices, the time when a GPU's device is made, and the pinning of L1 for GPUs. Refuses to know: workers,
-tickets, and how bytes move (`csrc/copy/device.h`, `csrc/gpu/gpu_device.h`).
+"""Devices that copy for workers: the CPU's threads, and one device for each GPU whose memory engines register.
 
 No call waits for CUDA: a device's own threads find its GPU and make the context at the first use.
+
+Owns: the devices, the time when a GPU's device is made, and the pinning of L1 for GPUs. Refuses to know: workers, tickets, and
+how bytes move (`csrc/copy/device.h`, `csrc/gpu/gpu_device.h`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _TOUCHING_THREADS = 4
 
 @dataclass(frozen=True)
 class Hardware:
-    """The functions that make devices. The defaults use the machine's hardware; tests pass simulated devices."""
+    """Functions that make devices. The defaults use the machine's hardware; tests pass simulated devices."""
 
     make_cpu: MakeCpu = CpuDevice
     open_gpu: OpenGpu = cuda_gpu
@@ -58,7 +58,7 @@ THIS_MACHINE = Hardware()
 
 @dataclass(frozen=True)
 class GpuRules:
-    """Which GPUs engines may use, and the function that opens one."""
+    """Rules for GPUs: those that engines may use, and the function that opens one."""
 
     open: OpenGpu
     gpus: str = "auto"  # value of the setting
@@ -71,7 +71,7 @@ class GpuRules:
 
 
 class Devices:
-    """The devices of the CPU and of GPUs. REQUIRES: one thread uses it. `rules` is None if only CPU memory is served."""
+    """Devices of the CPU and of GPUs. REQUIRES: one thread uses it. `rules` is None if only CPU memory is served."""
 
     def __init__(
         self, cpu: Device, region: HostRegion | None = None, page_bytes: int = 0, rules: GpuRules | None = None
@@ -92,12 +92,12 @@ class Devices:
 
     @property
     def lost(self) -> str:
-        """Why a device can no longer copy; empty while all devices can."""
+        """Reason why a device can no longer copy; empty while all devices can."""
         return next((device.lost for device in self.all if device.lost), "")
 
     @property
     def pinning(self) -> bool:
-        """Whether L1 is pinned, or is being pinned."""
+        """True if L1 is pinned, or is being pinned."""
         return self._pinner is not None
 
     # ---- a worker's memory ----------------------------------------------------------------------

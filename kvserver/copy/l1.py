@@ -1,6 +1,7 @@
 """L1's memory, mapped where and with the pages that the settings choose.
 
-Owns: what happens if the kernel refuses that. Refuses to know: what is chosen (`config.placement`), what the memory contains.
+Owns: the reaction to a kernel that refuses the mapping. Refuses to know: what is chosen (`config.placement`), what the memory
+contains.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from kvserver.copy.devices import Devices
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The end of a ticket: outcome, bytes moved, nanoseconds since its first byte, and the reason of a failure."""
+    """End of a ticket: outcome, bytes moved, nanoseconds from its first byte on, and the reason of a failure."""
 
     number: int
     outcome: Outcome
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class Tickets(Generic[T]):
-    """The open tickets of all devices. `T` is the caller's value for a ticket, returned with its completion."""
+    """Open tickets of all devices. `T` is the caller's value for a ticket, returned with its completion."""
 
     def __init__(self, devices: Devices) -> None:
         self.devices = devices

@@ -1,4 +1,4 @@
-"""Who is connected, with what memory, and what engines report about themselves."""
+"""Connected engines: their memory, and their reports about themselves."""
 
 from kvserver.engines.counts import Counts
 from kvserver.engines.instance import Instance

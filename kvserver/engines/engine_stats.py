@@ -1,10 +1,10 @@
 """Engine stats: how busy an engine is, as its front ends report.
 
-Owns: the last report of each front end, and what follows from it: the engine's stats, its rates, how much its totals
-grew. Refuses to know: instances, clocks.
+An engine with several front ends (vLLM's API servers) has its totals in parts, one in each. Its scheduler reports to one front
+end at a time, so the newest report has the scheduler's stats.
 
-An engine with several front ends (vLLM's API servers) has its totals in parts, one in each. Its scheduler reports to one
-front end at a time, so the newest report has the scheduler's stats.
+Owns: the last report of each front end, and what is computed from it: the engine's stats, its rates, the growth of its totals.
+Refuses to know: instances, clocks.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class _FrontEnd:
 
 
 class EngineStats:
-    """Of one instance; of its engine's incarnations only the last one counts."""
+    """Stats of one instance. Only the last incarnation of its engine counts."""
 
     def __init__(self) -> None:
         self._front_ends: dict[int, _FrontEnd] = {}
 
     def add_report(self, report: EngineLoad, now: float) -> dict[str, int]:
-        """How much the totals grew. A total of a new incarnation counts from 0, and so does one that fell."""
+        """Growth of the totals. A total of a new incarnation counts from 0, and so does one that fell."""
         self._front_ends = self._of_incarnation(report.incarnation)
         before = self._front_ends.get(report.front_end)
         growth = {name: getattr(report, name) for name in TOTALS}
@@ -61,7 +61,7 @@ class EngineStats:
         return growth
 
     def status(self, incarnation: str, now: float) -> EngineStatus | None:
-        """None if this incarnation has not reported. `stale` stats are those of the last reports."""
+        """Stats of the last reports; `stale` if these are old. None if this incarnation has not reported."""
         front_ends = self._of_incarnation(incarnation).values()
         if not front_ends:
             return None

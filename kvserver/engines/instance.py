@@ -1,4 +1,4 @@
-"""One engine: its ranks, its namespace while all of them agree, and what it reported last.
+"""An engine: its ranks, its namespace while all of them agree, and its last reports.
 
 An instance exists while one of its workers does. It has a namespace only while all ranks are registered and agree.
 """
@@ -23,7 +23,7 @@ _MOST_SPEEDS = 256  # namespaces
 
 
 class PrefillSpeeds:
-    """The last speed of the engines of each namespace, for those that have just started."""
+    """Last speed of the engines of each namespace, for engines that have just started."""
 
     def __init__(self) -> None:
         self._speeds: OrderedDict[bytes, float] = OrderedDict()  # that of the longest ago first
@@ -84,7 +84,7 @@ class Instance:
 
     @property
     def private(self) -> str:
-        """Why the instance shares KV with no other; empty if it may share."""
+        """Reason why the instance shares KV with no other; empty if it may share."""
         since = self.description.private if self.description is not None else ""
         return private_reason(worker.spec for worker in self.workers.values()) or since
 
@@ -129,5 +129,5 @@ class Instance:
 
     @property
     def machine_only(self) -> str:
-        """Why its KV stays on this machine; empty if it need not."""
+        """Reason why its KV stays on this machine; empty if it need not."""
         return next(filter(None, (worker.spec.machine_only for worker in self.workers.values())), "")

@@ -1,4 +1,4 @@
-"""Who is connected: instances by id, workers by registration number, and the counters of those that disconnected.
+"""Connected instances by id, workers by registration number, and the counters of instances that disconnected.
 
 Refuses to know: chunks and copies.
 """
@@ -18,7 +18,7 @@ from kvserver.protocol import DEPARTED_SECONDS, MOST_DEPARTED, ErrorCode, KVServ
 
 
 class Disconnect(str, enum.Enum):
-    """Why an instance is no longer registered."""
+    """Reason why an instance is no longer registered."""
 
     UNREGISTERED = "unregistered"
     DIED = "died"  # a worker's connection ended, or the memory of one was lost
@@ -27,7 +27,7 @@ class Disconnect(str, enum.Enum):
 
 
 class Instances:
-    """All of them, by instance id, and all workers by registration number."""
+    """All instances by id, and all workers by registration number."""
 
     def __init__(self) -> None:
         self.by_id: dict[str, Instance] = {}

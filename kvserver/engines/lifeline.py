@@ -1,13 +1,15 @@
 """The Unix socket beside the endpoint: workers send file descriptors over it, and its end means death.
 
-One connection per worker. The worker sends `Attach` with its descriptors, gets `Attached` with a number for RegisterWorker,
-and then both sides only watch: end of file means that the peer died, across pid namespaces. Where the peer's process is
-visible its death counts as well: a process that it forked may keep the connection. The server closes a connection only
-when no copy of its worker is left, and sends `Detached` first: nothing will touch the worker's memory any more. An end
-without `Detached` is the server's death; a GPU may work for a process a little longer than the process has its sockets.
+Each worker has one connection. It sends `Attach` with its descriptors and gets `Attached` with a number for RegisterWorker. Then
+both sides only watch: end of file means that the peer died, across pid namespaces. A process that the peer forked may keep the
+connection, so the death of the peer's process counts as well, where it is visible.
 
-Owns: the listening socket, the connections, and descriptors until they are claimed. Refuses to know: what the
-descriptors are for.
+The server closes a connection only when no copy of its worker is left, and sends `Detached` first: the worker's memory is not
+touched any more. An end without `Detached` is the server's death. A GPU may work for a process a little longer than the process
+has its sockets.
+
+Owns: the listening socket, the connections, and descriptors until they are claimed. Refuses to know: what the descriptors are
+for.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ _MOST_STRANGERS = 100  # users in the log
 
 @dataclass(slots=True)
 class Lifeline:
-    """One connection. `fds` are open until claimed; `registration` is set once a worker has registered with it."""
+    """A connection. `fds` are open until claimed; `registration` is set once a worker has registered with it."""
 
     number: int
     connection: socket.socket
@@ -159,7 +161,7 @@ class Lifelines:
         return connection.fileno()
 
     def _log_refusal(self, uid: int, pid: int, is_stranger: bool) -> None:
-        """Of a stranger once: its engine connects again and again."""
+        """Log the refusal of a connection; a stranger's once, for its engine connects again and again."""
         if not is_stranger:
             log.warning(
                 "refused a connection of uid %d, pid %d on %s: %d are open", uid, pid, self.path, MAX_CONNECTIONS

@@ -1,7 +1,7 @@
-"""Whether the reports of one instance state all that its block pools did.
+"""Completeness of one instance's reports: whether they state all that its block pools did.
 
-Owns: their source and sequence, what is lost of them, and the pools whose full state is missing. Refuses to know: what
-reports contain.
+Owns: their source and sequence, what is lost of them, and the pools whose full state is missing. Refuses to know: what reports
+contain.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ReportSync:
         self._pools = dict.fromkeys(self._pools, False)
 
     def demands(self, now: float) -> bool:
-        """Whether to request the full state with this report. Rarely, except at a gap."""
+        """True if the full state is to be requested with this report. Rare, except at a gap."""
         due = not self.in_sync and now >= self._demand_after
         if due:
             self._demand_after = now + _DEMAND_SECONDS

@@ -120,7 +120,7 @@ class EngineReports:
 
 
 def checked(payload: Payload, num_blocks: int) -> tuple[int, int, tuple[bytes, ...]]:
-    """Its records, bytes, and for ReportedBlocks the block ids of each record.
+    """(records of the payload, its bytes, for ReportedBlocks the block ids of each record).
 
     KVServerError(BAD_RECORDS) if it cannot be read, or names blocks that the engine does not have.
     """

@@ -1,4 +1,4 @@
-"""What the server keeps with a ticket until its copy or mapping has ended."""
+"""Data that the server keeps with a ticket until its copy or mapping has ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank of an engine: its memory, its object groups, and the copies that use them.
+"""A rank of an engine: its memory, its object groups, and the copies that use them.
 
 A worker that is closing takes no new requests; its memory is unmapped when its last ticket ends (`workers`).
 """
@@ -20,7 +20,7 @@ def log_fields(rank: RegisterWorker) -> dict[str, str | int]:
 
 @dataclass(eq=False)
 class WorkerGroup:
-    """One object group of a rank, of chunks or of single blocks."""
+    """Object group of a rank, of chunks or of single blocks."""
 
     layout: Groups  # that it is a part of
     number: int  # in the layout
@@ -46,7 +46,7 @@ class WorkerGroup:
 
 @dataclass(eq=False)
 class Worker:
-    """One rank."""
+    """Registered rank of an engine."""
 
     registration: int
     spec: RegisterWorker

@@ -1,9 +1,9 @@
 """Workers register and end: their memory is mapped before the first copy and unmapped after the last.
 
-Owns: registration, the close of a worker and its mappings. Refuses to know: what is copied.
+When a worker ends, for any reason, its requests are refused and its copies end at their next block. Then its memory is unmapped,
+and only then its connection is closed.
 
-The end of a worker, for any reason: its requests are refused, its copies end at their next block,
-its memory is unmapped, and only then its connection is closed.
+Owns: registration, the close of a worker and its mappings. Refuses to know: what is copied.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Workers:
         return error.code.value, error.message[:_MAX_TEXT]
 
     def refused_engines(self) -> list[RefusedEngineStatus]:
-        """Those that run without cache since they were refused. They try again each second, until they end."""
+        """Engines that run without cache because they were refused. They try again each second, until they end."""
         now = self.clock()
         return [
             RefusedEngineStatus(
@@ -301,7 +301,7 @@ class Workers:
 
 
 def _plane_table(worker: Worker, group: WorkerGroup) -> PlaneTable:
-    """Of the group's planes, each with the number of its member: [position][member]. KVServerError(BAD_PLANES)."""
+    """Table of the group's planes, each with the number of its member: [position][member]. Raises KVServerError(BAD_PLANES)."""
     members = group.spec.members
     rows = [
         (plane.memory, plane.offset, plane.stride_bytes, plane.run_bytes, members.index(plane.group))

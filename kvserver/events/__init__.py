@@ -1,6 +1,7 @@
 """Typed events of the server, and the bus that hands them to subscribers.
 
-Also what subscribers with a thread of their own need: a bounded queue (`runner`) and files that log rotation may move away (`appended_file`).
+It also has the tools of subscribers with a thread of their own: a bounded queue (`runner`), and files that log rotation may move
+away (`appended_file`).
 """
 
 from kvserver.events.appended_file import AppendedFile

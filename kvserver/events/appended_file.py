@@ -1,4 +1,4 @@
-"""A file that lines are appended to, and that log rotation may move away.
+"""A file to which lines are appended, and which log rotation may move away.
 
 Owns: the descriptor. Refuses to know: the lines.
 """
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class AppendedFile:
-    """REQUIRES: one thread calls all but reopen(). OSError if the file cannot be opened, or a write fails."""
+    """A file open for appending. REQUIRES: one thread calls all but reopen(). OSError if the file cannot be opened, or a write fails."""
 
     def __init__(self, path: str, mode: int = 0o666) -> None:
         """`mode`: permissions of a file that is made, less the umask."""

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 class Subscriber:
-    """Runs in the bus's thread, for the events of its types. An exception of one is counted and harms no other."""
+    """Handler of the events of its types, in the bus's thread. Its exceptions are counted and do not affect other subscribers."""
 
     name: str
     handles: frozenset[type[Event]] = frozenset(NAMES)  # all types
@@ -66,7 +66,7 @@ _RESYNCED: dict[type[Event], type[Event]] = {  # without all of these what a tie
 
 
 class Bus:
-    """REQUIRES: one thread publishes; start() before close(), both once."""
+    """Queue from the loop to the subscribers. REQUIRES: one thread publishes; start() before close(), both once."""
 
     def __init__(
         self, subscribers: Sequence[Subscriber] = (), limit: int = QUEUE_COST, idle: Callable[[], None] = lambda: None
@@ -105,12 +105,12 @@ class Bus:
 
     @property
     def failure(self) -> str:
-        """Why events are no longer handled; empty while they are."""
+        """Reason why events are no longer handled; empty while they are."""
         reason = self._runner.reason
         return f"the event thread handles no more events: {reason}" if reason else ""
 
     def has_room(self, share: int) -> bool:
-        """Whether less than a `share`-th of the queue is used."""
+        """True if less than a `share`-th of the queue is used."""
         return self._runner.queued < max(1, self._limit // share)
 
     def flush(self, seconds: float = 5.0) -> bool:

@@ -1,7 +1,7 @@
-"""A bounded queue and the thread that handles its items in order: the bus has one, and each observer of KV events that is not direct.
+"""A bounded queue and the thread that handles its items in order.
 
-Nothing waits for it: put() refuses an item for which the queue has no space. A runner whose handling raises is cut off: it
-drops what is queued and handles no more.
+The bus has one, and each observer of KV events that is not direct. No caller waits: put() refuses an item for which the queue has
+no space. A runner whose handling raises is cut off: it drops what is queued and handles no more.
 
 Owns: the queue, the thread, and how long a call takes. Refuses to know: the items, and what an item that was refused means.
 """
@@ -29,7 +29,7 @@ Item = TypeVar("Item")
 
 
 class Runner(Generic[Item]):
-    """REQUIRES: one thread calls put(); start() at most once, finish() once."""
+    """Queue and thread of one handler. REQUIRES: one thread calls put(); start() at most once, finish() once."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Runner(Generic[Item]):
         return 0 if self.reason else self._cost_in - self._cost_out
 
     def busy_seconds(self) -> float:
-        """How long the running call takes. REQUIRES: called once a second, by one thread."""
+        """Duration of the running call so far. REQUIRES: called once a second, by one thread."""
         edges, now = self._edges, time.monotonic()
         before, when, busy = self._looked_at
         busy = busy + min(now - when, _MOST_A_LOOK) if edges % 2 and edges == before else 0.0

@@ -1,8 +1,7 @@
-"""What happens in the daemon, as frozen structs of one union: lifecycles, metrics, traces and KV events are made of them.
+"""Events of the daemon, as frozen structs of one union: lifecycles, metrics, traces and KV events are made of them.
 
-Units: `*_ns` is CLOCK_MONOTONIC nanoseconds, the same in all processes of a machine; wall time is for output only.
-
-An event's tag is its public name, in `/status` and in labels of metrics; it stays when a class is renamed.
+Units: `*_ns` is CLOCK_MONOTONIC nanoseconds, the same in all processes of a machine; wall time is for output only. An event's tag
+is its public name, in `/status` and in labels of metrics. It stays when a class is renamed.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ class InstanceDescribed(_Event, frozen=True):
 
 
 class NamespaceFormed(_OfInstance, frozen=True):
-    """All ranks of the instance are registered and agree. `ranks` is what each registered, in rank order."""
+    """All ranks of the instance are registered and agree. `ranks` is the registration of each, in rank order."""
 
     namespace: bytes  # without a variant
     ranks: tuple[RegisterWorker, ...]
@@ -88,7 +87,7 @@ class WorkerDisconnected(_OfWorker, frozen=True, tag="WorkerGone"):
 
 
 class LookupEnded(_OfInstance, frozen=True):
-    """`time_ns` is the lookup's end. `keys`: of `outcome.chunks` chunks."""
+    """A lookup ended, at `time_ns`. `keys`: of `outcome.chunks` chunks."""
 
     request_id: str
     began_ns: int
@@ -115,10 +114,10 @@ class CopyBegan(_OfCopy, frozen=True):
 
 
 class CopyEnded(_OfCopy, frozen=True):
-    """`device_ns`: time that the device spent on the copy. `outcome`: "done", or why the copy failed.
-    `waited_ns`: from the arrival of the request to the copy's end.
+    """A copy ended. `outcome`: "done", or why the copy failed.
 
-    `chunks`: of the first object group. A request's copies of other groups have objects of the same chunks.
+    `device_ns`: time that the device spent on the copy. `waited_ns`: from the arrival of the request to the copy's end. `chunks`:
+    of the first object group. A request's copies of other groups have objects of the same chunks.
     """
 
     began_ns: int
@@ -136,7 +135,7 @@ class CopyRefused(_OfCopy, frozen=True):
 
 
 class RequestEnded(_OfInstance, frozen=True):
-    """Fields as in EndRequest, but consistent: local and loaded tokens together are at most the prompt's."""
+    """A request ended. Fields as in EndRequest, but consistent: local and loaded tokens together are at most the prompt's."""
 
     request_id: str
     gap: bool = False  # as in BlockReport
@@ -241,7 +240,7 @@ class L2Cleared(_Event, frozen=True):
 
 
 class L2Resynced(_Event, frozen=True):
-    """As L1Resynced. A slice names no object that an L2Stored since the begin names."""
+    """Part of a resync of L2, as L1Resynced. A slice names no object that an L2Stored after the begin names."""
 
     part: ResyncPart
     namespace: bytes = b""

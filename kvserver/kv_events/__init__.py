@@ -1,8 +1,8 @@
 """Publishes which chunks are in L1 and L2, for routers.
 
-`types` are the events that observers receive. `hub` makes them from the loop's events, with the contents of each chunk, which
-`descriptions` reads from stores and `described` keeps. `observers` makes and runs the observers. `ledger` counts blocks for them. The
-observers here: `publisher` (ZMQ), `feed` (engines that publish events themselves), `lines` (a file).
+`types` are the events that observers receive. `hub` makes them from the loop's events, with the contents of each chunk:
+`descriptions` reads these from stores, and `described` keeps them. `observers` makes and runs the observers: `publisher` (ZMQ),
+`feed` (engines that publish events themselves) and `lines` (a file). `ledger` counts blocks for them.
 """
 
 from kvserver.kv_events.feed import Feed

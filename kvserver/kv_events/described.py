@@ -1,13 +1,14 @@
-"""The objects that an engine described, by tier, and descriptions that wait for their chunks.
+"""Objects that an engine described, by tier, and descriptions that wait for their chunks.
 
-Owns: the memory of both, which is bounded, and why an object has no description. Refuses to know: events, what is in a tier.
+An object that is in L1 and in L2 has one KVChunk, whose memory counts once. Objects of L2 alone use at most half of the memory,
+so that L1 can always be described. If there is no room, an object that L1 evicts is no longer described in L2 either.
 
-An object that is in L1 and in L2 has one KVChunk, whose memory counts once. What L2 alone has uses at most half of the
-memory, so that L1 can always be described: an object that L1 evicts is no longer described in L2 either where there is no room.
+Engines describe chunks, with the stores of their first object group. An object of another group has a Description of its own, of
+its part of the chunk: 0.4 KB and 4 bytes a token. Where the first group's blocks are larger than another's, the chunk's own
+description is kept beside that of the first group's object.
 
-Engines describe chunks, with the stores of their first object group. The objects of other groups are described by the part of
-a chunk that they hold, in a Description of their own: 0.4 KB and 4 bytes a token. Where the first group's blocks are larger than
-another's, the chunk's own description is kept beside that of the first group's object.
+Owns: the memory of both, which is bounded, and the reason why an object has no description. Refuses to know: events, what is in a
+tier.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _OTHER = {Tier.L1: Tier.L2, Tier.L2: Tier.L1}
 
 
 class Unannounced(enum.Enum):
-    """Why an object that became READY has no description."""
+    """Reason why an object that became READY has no description."""
 
     UNDESCRIBED = "undescribed"  # no engine described its chunk
     MEMORY = "memory"
@@ -36,7 +37,7 @@ class Unannounced(enum.Enum):
 
 
 class Described:
-    """REQUIRES: one lock around all calls but objects()."""
+    """Described objects and waiting descriptions. REQUIRES: one lock around all calls but objects()."""
 
     def __init__(self, memory_bytes: int) -> None:
         """`memory_bytes`: most for descriptions."""

@@ -54,7 +54,7 @@ def describe(event: ChunksDescribed) -> list[Description | None]:
 
 
 def of_objects(chunk: Description, objects: GroupObjects) -> Description | None:
-    """Of the group's object of the chunk that is described. None if the hashes of the object's blocks are not known."""
+    """Description of the group's object of a described chunk; None if the hashes of the object's blocks are not known."""
     if not objects.members:
         return chunk
     if isinstance(chunk, CoarseDescription):

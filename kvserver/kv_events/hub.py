@@ -1,13 +1,15 @@
 """Makes KV events from the loop's events, and knows the contents of every object in L1 and L2 that an engine described.
 
-Owns: the numbers of KV events, and what a resync has named. Refuses to know: the observers, and what they do; how objects are
-described (`described`). A subscriber of the bus: it runs in the bus's thread; snapshots, `status()` and `families()` may be
-called from any thread.
+Each described object is published once as stored and once as removed, in each tier. Of other objects only the keys are handed
+over, and nothing is kept: most daemons publish no KV events.
 
-Each described object is published once as stored and once as removed, in each tier. Of others only the keys are handed over,
-and nothing is kept: most daemons publish no KV events. After dropped events of the loop the hub resyncs a tier: from BEGIN on,
-where all its keys count as removed, it notes which objects a SLICE or a store names, and at END it removes all others. Of L2,
-which may have millions of objects, it notes only those that are described.
+After dropped events of the loop the hub resyncs a tier. From BEGIN on, all keys of the tier count as removed. The hub notes which
+objects a SLICE or a store names, and at END removes all others. L2 may have millions of objects, so the hub notes only those that
+are described.
+
+Owns: the numbers of KV events, and what a resync has named. Refuses to know: the observers, and what they do; how objects are
+described (`described`). A subscriber of the bus: it runs in the bus's thread. Any thread may call snapshots, `status()` and
+`families()`.
 """
 
 from __future__ import annotations
@@ -170,7 +172,7 @@ class Hub(Subscriber):
         return fresh
 
     def _store_l2(self, time_ns: int, namespace: bytes, group: int, keys: bytes) -> Counter[Unannounced]:
-        """What is written to L2 is in L1 then, and is described as there."""
+        """Count objects as stored in L2. What is written to L2 is in L1 then, and is described as there."""
         without: Counter[Unannounced] = Counter()
 
         def make(key: bytes) -> KVChunk | Unannounced:
@@ -320,5 +322,5 @@ def _split(keys: bytes) -> list[bytes]:
 
 
 def _parts(items: Sequence[_T]) -> Iterator[Sequence[_T]]:
-    """At most MOST_CHUNKS at a time, the limit of one event."""
+    """Parts of at most MOST_CHUNKS items, the limit of one event."""
     return (items[at : at + MOST_CHUNKS] for at in range(0, len(items), MOST_CHUNKS))

@@ -27,7 +27,7 @@ def make_lines(context: ObserverContext) -> Lines | None:
 
 
 class Lines:
-    """Appends to the file. Raises OSError if a write fails."""
+    """Observer that appends events to the file. Raises OSError if a write fails."""
 
     def __init__(self, path: str) -> None:
         try:

@@ -37,7 +37,7 @@ CLOSE_SECONDS = 2.0  # to handle queued events; the same again for close()
 
 
 class Observers:
-    """REQUIRES: start() at most once, close() once; one thread calls hand_over() and tick()."""
+    """Observers of KV events. REQUIRES: start() at most once, close() once; one thread calls hand_over() and tick()."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Observers:
                 threaded.runner.cut_off(f"it stalled: one call took more than {self._stall_seconds:g} s")
 
     def cut_off_reason(self, name: str) -> str:
-        """Why the observer receives no more events; "" if it receives them."""
+        """Reason why the observer receives no more events; "" if it receives them."""
         observed: list[_Direct | _Threaded] = [*self._direct, *self._threaded]
         return next((each.reason for each in observed if each.name == name), "")
 
@@ -145,7 +145,7 @@ class Observers:
 
 
 class _Observed:
-    """One observer and its last status."""
+    """An observer and its last status."""
 
     def __init__(self, name: str, observer: KVEventObserver) -> None:
         self.name = name
@@ -153,7 +153,7 @@ class _Observed:
         self._shown: dict[str, Any] = {}
 
     def row(self, reason: str, handled: int, queued: int) -> dict[str, Any]:
-        """Its row in /status."""
+        """Row of the observer in /status."""
         return {
             **self._shown,
             "name": self.name,
@@ -176,7 +176,7 @@ class _Observed:
 
 
 class _Threaded(_Observed):
-    """One that a runner calls."""
+    """Observer that a runner calls."""
 
     def __init__(self, name: str, observer: KVEventObserver, limit: int) -> None:
         super().__init__(name, observer)
@@ -184,12 +184,12 @@ class _Threaded(_Observed):
 
     @property
     def reason(self) -> str:
-        """Why it is not called any more; empty while it is."""
+        """Reason why the observer is not called any more; empty while it is."""
         return self.runner.reason
 
 
 class _Direct(_Observed):
-    """One that hand_over() and tick() call."""
+    """Observer that hand_over() and tick() call."""
 
     def __init__(self, name: str, observer: DirectObserver) -> None:
         super().__init__(name, observer)

@@ -40,13 +40,13 @@ _LAST_LINGER_MS = 500
 
 
 def make_publisher(context: ObserverContext) -> ZmqPublisher | None:
-    """None without --kv-events-endpoint: a snapshot then has no sequence to name."""
+    """Publisher of the settings; None without --kv-events-endpoint, as a snapshot then has no sequence to name."""
     return ZmqPublisher(context) if context.settings.kv_events_endpoint else None
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a topic announces after batch `sequence`. Later batches announce `pending` more chunks."""
+    """Announcements of a topic after batch `sequence`. Later batches announce `pending` more chunks."""
 
     model_name: str
     hash_form: Form
@@ -245,7 +245,7 @@ class ZmqPublisher:
         return min(waits)
 
     def _serve(self, stream: Stream, sockets: StreamSockets) -> float:
-        """One turn of one stream. Returns the seconds until its next turn."""
+        """Serve one turn of one stream. Returns the seconds until its next turn."""
         sockets.receive_requests()
         with self._lock:
             wait, connect = self._advance(stream, sockets), sockets.connect_seconds

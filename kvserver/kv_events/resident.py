@@ -1,4 +1,4 @@
-"""Which described objects are in each tier after an event: the hub's after the last one, the publisher's after those it received.
+"""Described objects in each tier after an event: the hub's after the last one, the publisher's after those it received.
 
 Owns: references to these, by tier, namespace, object group and key. Refuses to know: what was published to whom.
 """

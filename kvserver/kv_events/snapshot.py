@@ -33,7 +33,7 @@ MOST_SNAPSHOT_SECONDS = 300.0  # for a slow reader
 
 
 class Busy(Exception):
-    """Too many snapshots are in progress; the client should retry later."""
+    """Request for a snapshot while too many are in progress. The client should retry later."""
 
 
 @contextmanager

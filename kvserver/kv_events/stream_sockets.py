@@ -1,13 +1,14 @@
-"""The two sockets of a stream: XPUB publishes its batches, ROUTER replays batches that a subscriber missed.
+"""Sockets of a stream: XPUB publishes its batches, ROUTER replays batches that a subscriber missed.
 
-Nothing here waits. A batch that does not fit into a subscriber's queue is dropped for that subscriber, and a replay
-continues in slices while its reader's queue has space.
+Nothing here waits. A batch that does not fit into a subscriber's queue is dropped for that subscriber, and a replay continues in
+slices while its reader's queue has space.
 
-A subscriber that waits for the address connects some time after the bind. So the first batches wait for a subscriber, at
-most MOST_CONNECT_SECONDS, and CONNECT_SECONDS at least, for others. Later batches wait for nothing.
+A subscriber that waits for the address connects some time after the bind. So the first batches wait for a subscriber, at most
+MOST_CONNECT_SECONDS; after one has connected they wait for others, until CONNECT_SECONDS have passed. Later batches wait for
+nothing.
 
-A new subscriber receives the stream's first batch, AllBlocksCleared, alone: a subscriber that knew an earlier daemon
-must forget the blocks of that daemon.
+A new subscriber receives the stream's first batch, AllBlocksCleared, alone: a subscriber that knew an earlier daemon must forget
+the blocks of that daemon.
 
 Owns: addresses, binding, the framing of vLLM's publisher. Refuses to know: what is in a batch. One thread uses it.
 """

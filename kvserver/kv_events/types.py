@@ -1,9 +1,9 @@
-"""The KV events that observers receive.
+"""KV events that observers receive.
+
+For each described chunk and tier an observer receives KVStored and KVRemoved in turn, KVStored first. Events are immutable, and
+shared between observers. Direct observers also receive the keys of all chunks, described or not.
 
 Owns: the typed events, the description of a chunk, the observer's interface. Refuses to know: how events are made or used.
-
-For each described chunk and tier an observer receives KVStored and KVRemoved in turn, KVStored first. Events are immutable,
-and shared between observers. Direct observers also receive the keys of all chunks, described or not.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GROUP = "kvserver.kv_event_observers"  # the entry point group
 
 
 class Tier(enum.Enum):
-    """The values are the names in vLLM's events (`medium`)."""
+    """Tier of a chunk. The values are the names in vLLM's events (`medium`)."""
 
     L1 = "CPU"
     L2 = "STORAGE"
@@ -32,7 +32,7 @@ Members: TypeAlias = tuple[int, ...]  # KV cache groups, as the engine numbers t
 
 
 class Description(msgspec.Struct, frozen=True, gc=False):
-    """What is in an object, as reported by the engine that stored it: the last blocks of a chunk, mostly all of them."""
+    """Contents of an object, as reported by the engine that stored it: the last blocks of a chunk, mostly all of them."""
 
     hash_bytes: int
     hashes: bytes  # of the blocks, hash_bytes each
@@ -54,7 +54,7 @@ class Description(msgspec.Struct, frozen=True, gc=False):
 
 
 class CoarseDescription(Description, frozen=True, gc=False, kw_only=True):
-    """Of the first group's object, where other groups have smaller blocks: `chunk` describes their objects."""
+    """Description of the first group's object where other groups have smaller blocks: `chunk` describes their objects."""
 
     chunk: Description
 
@@ -64,8 +64,10 @@ class CoarseDescription(Description, frozen=True, gc=False, kw_only=True):
 
 
 class KVChunk(msgspec.Struct, frozen=True, gc=False):
-    """One chunk in a tier, or a single block behind a prompt's last chunk; of an engine with several object groups, its object
-    of one of them (`description.members`). An object that is in both tiers is one KVChunk.
+    """A chunk in a tier, or a single block behind a prompt's last chunk.
+
+    Of an engine with several object groups it is the object of one of them (`description.members`). An object that is in both
+    tiers is one KVChunk.
     """
 
     key: bytes
@@ -79,7 +81,7 @@ class _KVEvent(msgspec.Struct, frozen=True, tag=True):
 
 
 class KVStored(_KVEvent, frozen=True):
-    """These chunks are READY in the tier and described. `instance_id`: the instance that stored or described them; "" if unknown."""
+    """Chunks became READY in the tier and are described. `instance_id`: the instance that stored or described them; "" if unknown."""
 
     tier: Tier
     namespace: bytes
@@ -88,7 +90,7 @@ class KVStored(_KVEvent, frozen=True):
 
 
 class KVRemoved(_KVEvent, frozen=True):
-    """These chunks left the tier. Each chunk is the one of its KVStored."""
+    """Chunks left the tier. Each chunk is the one of its KVStored."""
 
     tier: Tier
     namespace: bytes
@@ -96,7 +98,7 @@ class KVRemoved(_KVEvent, frozen=True):
 
 
 class ReaderConnected(_KVEvent, frozen=True, tag="ReaderCame"):
-    """From now on the instance can read the namespaces whose id begins with `namespace_prefix`, and no others.
+    """An instance can from now on read the namespaces whose id begins with `namespace_prefix`, and no others.
 
     Published again when the prefix or the description of a connected instance changes.
     """
@@ -128,7 +130,7 @@ MOST_CHUNKS = 256  # in one event
 
 
 class KeysStored(msgspec.Struct, frozen=True, gc=False):
-    """These chunks' objects of a group became READY in the tier."""
+    """Chunks' objects of a group became READY in the tier."""
 
     tier: Tier
     namespace: bytes
@@ -137,7 +139,7 @@ class KeysStored(msgspec.Struct, frozen=True, gc=False):
 
 
 class KeysRemoved(msgspec.Struct, frozen=True, gc=False):
-    """These chunks' objects left the tier. Some may never have been there."""
+    """Chunks' objects left the tier. Some may never have been there."""
 
     tier: Tier
     namespace: bytes
@@ -156,18 +158,18 @@ DirectEvent: TypeAlias = KVEvent | KeysStored | KeysRemoved | KeysCleared
 
 
 class KVEventObserver(Protocol):
-    """Receives all KV events since the daemon's start, in a thread of its own.
+    """Receives all KV events from the daemon's start on, in a thread of its own.
 
-    An observer that raises, stalls or does not keep up is cut off: it receives no more events, and /status shows the
-    reason. An observer may have two more methods, called in the same thread: `status() -> dict`, once a second, whose
-    result /status shows, and `close()`, once, after the last event.
+    An observer that raises, stalls or does not keep up is cut off: it receives no more events, and /status shows the reason. An
+    observer may have two more methods, called in the same thread. `status() -> dict` is called once a second, and /status shows
+    its result. `close()` is called once, after the last event.
     """
 
     def observe(self, event: KVEvent) -> None: ...
 
 
 class DirectObserver(Protocol):
-    """The daemon's own observer that is called in the hub's thread; it may have the same two methods."""
+    """Observer of the daemon's own, called in the hub's thread; it may have the same two methods."""
 
     def observe(self, event: DirectEvent) -> None: ...
 

@@ -90,7 +90,7 @@ def stored_events(
     form: Form,
     kind: type[_Stored] = BlockStored,
 ) -> Iterator[_Stored]:
-    """One event for each KV cache group that has the blocks. `run`: the chunk's blocks that the event names."""
+    """Events for the KV cache groups that have the blocks, one each. `run`: the chunk's blocks that the event names."""
     first, last = run
     hashes = _hashes(chunk.hashes, chunk.hash_bytes, form)
     parent = hashes[first - 1] if first else (_hashes(chunk.parent, chunk.hash_bytes, form) or [None])[0]
@@ -114,7 +114,7 @@ def stored_events(
 
 
 class Writer:
-    """Encodes the events of one stream, with its form of hashes, as maps or arrays."""
+    """Encoder of one stream's events, with its form of hashes, as maps or arrays."""
 
     def __init__(self, form: Form, arrays: bool) -> None:
         self._form = form
@@ -164,7 +164,7 @@ def _hashes(packed: bytes, hash_bytes: int, form: Form) -> list[Any]:
 
 
 def _extra_keys(chunk: Description) -> list[Any] | None:
-    """None if there are none, or if they are invalid: each key must be a plain value or a list of plain values."""
+    """Extra keys of the blocks; None if there are none, or if one is invalid: neither a plain value nor a list of them."""
     if not chunk.extra_keys:
         return None
     try:

@@ -1,16 +1,16 @@
-"""The contract of a tier of L2, and its values.
+"""Contract of a tier of L2, and its values.
 
-A tier holds copies of L1's objects beyond the process or the machine. Owns: what the caller and a tier may rely on.
-Refuses to know: when something is written or read (`server.spill`, `server.fills`), and how a tier stores it.
+A tier holds copies of L1's objects beyond the process or the machine. Owns: what the caller and a tier may rely on. Refuses to
+know: when something is written or read (`server.spill`, `server.fills`), and how a tier stores it.
 
 Contract, for every method of StorageTier:
-- The thread of the server's loop calls it. None waits for a disk or the network: what does, leaves with a ticket.
-- A ticket ends exactly once, by one TierEnd that drain() returns, whatever the outcome; ends come in any order.
-  `completion_fd` is readable while drain() would return something.
-- Until a ticket ends the tier may read (a put) or write (a get) the ticket's memory, after cancel() too; the caller
-  keeps it allocated and unshared meanwhile. A get that does not end as DONE may have written any part of it.
-- A get ends as DONE only if name, coverage, lengths and every byte were verified against what the put was given, and
-  no clear() of the namespace began meanwhile.
+- The thread of the server's loop calls it. No method waits for a disk or the network: such work leaves with a ticket.
+- A ticket ends exactly once, by one TierEnd that drain() returns, whatever the outcome; ends come in any order. `completion_fd`
+  is readable while drain() would return something.
+- Until a ticket ends the tier may read (a put) or write (a get) the ticket's memory, after cancel() too; the caller keeps it
+  allocated and unshared meanwhile. A get that does not end as DONE may have written any part of it.
+- A get ends as DONE only if name, coverage, lengths and every byte were verified against what the put was given, and no clear()
+  of the namespace began meanwhile.
 - An expected outcome is a value, not an exception.
 """
 
@@ -28,7 +28,7 @@ READABLE = ("ready", "read_only")
 
 
 class TierOutcome(enum.Enum):
-    """How a ticket of a tier ended."""
+    """Outcome of a tier's ticket."""
 
     DONE = "done"
     MISSING = "missing"  # no such object
@@ -40,7 +40,7 @@ class TierOutcome(enum.Enum):
 
 
 class ObjectName(NamedTuple):
-    """The name of an object: groups of one chunk share namespace and key."""
+    """Name of an object. Groups of one chunk share namespace and key."""
 
     namespace: bytes  # 32 bytes, and a variant's
     group: int
@@ -49,7 +49,7 @@ class ObjectName(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ObjectMemory:
-    """An object's bytes in L1: for each rank's slot its extents (`cache.pages`), and how many of its bytes count.
+    """Bytes of an object in L1: for each rank's slot its extents (`cache.pages`), and how many of its bytes count.
 
     `coverage` is a digest of all that fixes the meaning of the bytes; a put and a get with different ones never match.
     """
@@ -68,7 +68,7 @@ COVERAGE_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class TierEnd:
-    """The end of a ticket: its outcome, bytes moved, nanoseconds since its first byte, and the reason of a failure."""
+    """End of a ticket: its outcome, bytes moved, nanoseconds from its first byte on, and the reason of a failure."""
 
     ticket: int
     outcome: TierOutcome
@@ -78,7 +78,7 @@ class TierEnd:
 
 
 class StorageTier(Protocol):
-    """REQUIRES: tickets and names are used with the tier that they belong to only."""
+    """A tier of L2. REQUIRES: tickets and names are used only with the tier that they belong to."""
 
     name: str  # the value of the `tier` label: "file", "s3", ...; a number follows where two are of one kind
     kind: str  # "file", "s3", "valkey", "mooncake"
@@ -96,7 +96,7 @@ class StorageTier(Protocol):
 
     @property
     def failure(self) -> str:
-        """Why the tier is neither opening nor ready; empty otherwise."""
+        """Reason why the tier is neither opening nor ready; empty otherwise."""
         ...
 
     def holds(self, namespace: bytes, group: int, keys: bytes) -> int:
@@ -168,7 +168,7 @@ class LocalTier(StorageTier, Protocol):
         ...
 
     def count(self, prefixes: tuple[bytes, ...]) -> int:
-        """How many objects it holds of the namespaces with one of these prefixes. In memory only, in a time that grows with namespaces."""
+        """Number of objects in the namespaces with one of these prefixes. In memory only; the time grows with the number of namespaces."""
         ...
 
     def walk(self) -> Iterator[tuple[bytes, int, bytes]]:

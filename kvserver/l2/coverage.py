@@ -1,7 +1,7 @@
-"""What an object of a group is, beyond its name: which slots of a chunk it has, and how many bytes of each.
+"""Coverage of an object, beyond its name: which slots of a chunk it has, and how many bytes of each.
 
-Owns: the coverage of each object group of an instance, which is the same for all chunks of a namespace. Refuses to know:
-which objects are resident, and tiers.
+Owns: the coverage of each object group of an instance, which is the same for all chunks of a namespace. Refuses to know: which
+objects are resident, and tiers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _encoder = msgspec.msgpack.Encoder(order="deterministic")
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """Of one object group. `digest` covers all that fixes the meaning of the bytes and is known here."""
+    """Coverage of one object group. `digest` covers all known here that fixes the meaning of the bytes."""
 
     group: int
     digest: bytes
@@ -42,9 +42,9 @@ class Coverage:
 def coverages_of(
     layout: Groups, groups: Sequence[ObjectGroup], chunk_tokens: int, slot_bytes: Sequence[Sequence[int]]
 ) -> list[Coverage | None]:
-    """By object group; None where the ranks' slots differ in size (pipeline stages): such objects stay in L1.
+    """Coverages by object group. `slot_bytes`: of each group, by rank.
 
-    `slot_bytes`: of each group, by rank.
+    None where the ranks' slots differ in size (pipeline stages): such objects stay in L1.
     """
     found: list[Coverage | None] = []
     for number, (group, sizes) in enumerate(zip(groups, slot_bytes, strict=True)):

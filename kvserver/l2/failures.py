@@ -1,4 +1,4 @@
-"""Objects whose read failed although their tier answers: they are not promised again for a while.
+"""Objects whose read failed although their tier answers. Lookups do not count on them for a while.
 
 Owns: which objects, for how long, and their number. Refuses to know: why a read failed. One thread uses it.
 """

@@ -1,6 +1,6 @@
-"""Which tier a URL makes.
+"""Kinds of tiers, by the scheme of their URL.
 
-Owns: the table of kinds. What a kind needs of other packages is loaded when one of its tiers is made.
+Owns: the table of kinds. Packages that a kind needs are loaded when one of its tiers is made.
 """
 
 from __future__ import annotations

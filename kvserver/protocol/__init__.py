@@ -1,4 +1,4 @@
-"""What engines and the server share: messages, fields, planes, errors, measurements and the default endpoint."""
+"""Definitions that engines and the server share: messages, fields, planes, errors, measurements and the default endpoint."""
 
 from kvserver.protocol.allowed import allowed_values, choices_of, failed_field
 from kvserver.protocol.block_reports import (

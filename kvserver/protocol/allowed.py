@@ -1,4 +1,4 @@
-"""The values that a setting may have, in words for the operator who gave another one.
+"""Values that a setting may have, in words for the operator who gave another one.
 
 Owns: those words, for the fields of a msgspec struct. Refuses to know: flags, variables and keys.
 """
@@ -26,7 +26,7 @@ def choices_of(of: type[msgspec.Struct]) -> dict[str, tuple[Any, ...]]:
 
 
 def allowed_values(of: type[msgspec.Struct], name: str) -> str:
-    """What to write for a field: "a whole number from 0 to 65535"."""
+    """Allowed values of a field in words: "a whole number from 0 to 65535"."""
     if fixed := choices_of(of).get(name):
         return f"one of {', '.join(fixed)}"
     field = get_type_hints(of, include_extras=True)[name]

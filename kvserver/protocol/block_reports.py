@@ -1,4 +1,4 @@
-"""What an engine reports of its block pools: operations one by one, or which request owns which block.
+"""Reports of an engine on its block pools: operations one by one, or which request owns which block.
 
 Owns: the structs of ReportBlockAllocations, and the numbers of operations. Refuses to know: what follows from them (`telemetry`).
 """
@@ -26,11 +26,11 @@ RECORD_OWNED = 6  # full state: the block has one owner more
 
 
 class ExactRecords(Message):
-    """The operations of one block pool: u32 little-endian `operation << 29 | block_id` (RECORD_*), in order.
+    """Operations of one block pool: u32 little-endian `operation << 29 | block_id` (RECORD_*), in order.
 
-    `marks` has their times: 16 bytes each, u64 little-endian (number of a record, monotonic ns), ascending from
-    record 0. A mark's time is the time of its record and of all records up to the next mark. With `full` the server
-    first forgets the pool's state; the records then begin with the pool's whole state.
+    `marks` has their times: 16 bytes each, u64 little-endian (number of a record, monotonic ns), ascending from record 0. A
+    mark's time is the time of its record and of all records up to the next mark. With `full` the server first forgets the pool's
+    state; the records then begin with the pool's whole state.
     """
 
     records: bytes
@@ -40,11 +40,11 @@ class ExactRecords(Message):
 
 
 class Owned(msgspec.Struct, tag_field="type", tag="held", array_like=True):
-    """A request owns these blocks: table positions [first_index, ...) of one KV cache group.
+    """Blocks that a request owns: table positions [first_index, ...) of one KV cache group.
 
-    `contents` names the content of the full blocks, 8 bytes each from the first on; partial blocks at the end have
-    none. Engines without hashes leave it empty and send the u32 `tokens` of the positions instead. A record without
-    the content of a block that the request owns already leaves that content unchanged.
+    `contents` names the content of the full blocks, 8 bytes each from the first on; partial blocks at the end have none. Engines
+    without hashes leave it empty and send the u32 `tokens` of the positions instead. A record without the content of a block that
+    the request owns already leaves that content unchanged.
     """
 
     request_id: Name
@@ -57,7 +57,7 @@ class Owned(msgspec.Struct, tag_field="type", tag="held", array_like=True):
 
 
 class Released(msgspec.Struct, tag_field="type", tag="released", array_like=True):
-    """A request no longer owns these blocks: it was preempted, or its table was replaced."""
+    """Blocks that a request no longer owns: it was preempted, or its table was replaced."""
 
     request_id: Name
     block_ids: bytes
@@ -65,7 +65,7 @@ class Released(msgspec.Struct, tag_field="type", tag="released", array_like=True
 
 
 class ReportedBlocks(Message):
-    """For engines whose pool cannot be watched: which request owns which block with which content."""
+    """Owners of blocks, for engines whose pool cannot be watched: which request owns which block with which content."""
 
     time_ns: Unsigned
     block_tokens: Positive

@@ -1,8 +1,10 @@
-"""The client side of the protocol, for adapters, the command line and tests.
+"""Client side of the protocol, for adapters, the command line and tests.
 
-`Channel` never waits (for threads of an engine); `Client` waits up to a deadline (for all others), and a `WatchedClient`
-notices the end of its connection; `Attachment` is the `.fd` connection. Owns: client sockets and request numbers. Refuses to know: vLLM,
-and the server's internals. Needs msgspec and pyzmq only.
+- `Channel` never waits (for threads of an engine).
+- `Client` waits up to a deadline (for all others); a `WatchedClient` notices the end of its connection.
+- `Attachment` is the `.fd` connection.
+
+Owns: client sockets and request numbers. Refuses to know: vLLM, and the server's internals. Needs msgspec and pyzmq only.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ _RECONNECT_MILLIS = 50  # from one attempt to the next, always: an idle engine f
 
 
 class RequestFailed(Exception):
-    """The server answered with an error."""
+    """Request that the server answered with an error."""
 
     def __init__(self, error: Error) -> None:
         super().__init__(f"{error.code}: {error.message}")
@@ -53,9 +55,9 @@ class RequestFailed(Exception):
 class Channel:
     """A DEALER socket whose every call returns at once. One thread uses it.
 
-    The channel has its own context, no linger and IMMEDIATE: no message queues for an absent server, and the channel
-    never delays the end of the process. A channel that is dropped without close() is closed when it is collected,
-    the socket first: a context waits for its open sockets without end.
+    The channel has its own context, no linger and IMMEDIATE: no message queues for an absent server, and the channel never delays
+    the end of the process. A channel that is dropped without close() is closed when it is collected, the socket first: a context
+    waits for its open sockets without end.
     """
 
     def __init__(self, endpoint: str, high_water_mark: int = 256) -> None:
@@ -119,9 +121,9 @@ def _close(dealer: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]]) -
 
 
 def has_listener(endpoint: str) -> bool:
-    """Whether a process, even a hung one, listens at the endpoint. A dead process's socket file refuses connections.
+    """True if a process, even a hung one, listens at the endpoint. A dead process's socket file refuses connections.
 
-    True of endpoints that are no Unix socket, where a connection attempt of one second would prove nothing.
+    True for endpoints that are no Unix socket: there a connection attempt of one second would prove nothing.
     """
     if not endpoint.startswith("ipc://"):
         return True
@@ -191,7 +193,7 @@ class Client:
 
 
 class WatchedClient(Client):
-    """A client that notices the end of its connection, though nothing is sent: the server ended, or died.
+    """Client that notices the end of its connection, though nothing is sent: the server ended, or died.
 
     ask() raises ConnectionResetError then: the request is lost, while the socket connects to the next server by itself.
     """
@@ -219,10 +221,10 @@ class WatchedClient(Client):
 
 
 class Attachment:
-    """A worker's `.fd` connection: it hands over descriptors, and its end shows that the server ended or died.
+    """A worker's `.fd` connection. It hands over descriptors, and its end shows that the server ended or died.
 
-    Only this process keeps the connection. A process that is forked without exec closes its copy, which would hide the
-    death of this process from the server.
+    Only this process keeps the connection. A process that is forked without exec closes its copy, which would hide the death of
+    this process from the server.
     """
 
     def __init__(self, fd_path: str, token: str, fds: list[int], timeout: float = 5.0) -> None:

@@ -1,4 +1,4 @@
-"""The default endpoint of a daemon and its clients, and the checks whose a daemon is: it serves its own user and root."""
+"""Default endpoint of a daemon and its clients, and the checks of its owner: a daemon serves its own user and root."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _UNMAPPED = 65534  # the kernel's number for a user of another user namespace th
 
 
 class NotPermitted(PermissionError):
-    """A daemon's socket is not for this user. The message names both users."""
+    """Socket of a daemon that is not for this user. The message names both users."""
 
 
 def default_endpoint() -> str:
@@ -23,10 +23,10 @@ def default_endpoint() -> str:
 
 
 def stranger_at(endpoint: str) -> str:
-    """Why the default endpoint may belong to another user; "" if it is safe, and for all other endpoints.
+    """Reason why the default endpoint may belong to another user; "" if it is safe, and for all other endpoints.
 
-    Any user may have made the endpoint's folder in /tmp. A foreign daemon there would get the engines' memory, and
-    engines would compute with the KV that it returns.
+    Any user may have made the endpoint's folder in /tmp. A foreign daemon there would get the engines' memory, and engines would
+    compute with the KV that it returns.
     """
     if endpoint != default_endpoint():
         return ""
@@ -43,7 +43,7 @@ def stranger_at(endpoint: str) -> str:
 
 
 def barrier(endpoint: str) -> str:
-    """Why the daemon at the endpoint is not for this user; "" if none is there, or nothing keeps this user from it."""
+    """Reason why the daemon at the endpoint is not for this user; "" if none is there, or nothing keeps this user from it."""
     if not endpoint.startswith("ipc://"):
         return ""
     with socket.socket(socket.AF_UNIX) as probe:
@@ -68,7 +68,7 @@ def connect(connection: socket.socket, path: str) -> None:
 
 
 def why_refused(connection: socket.socket) -> str:
-    """Why the daemon at the other end of a Unix socket refuses this user, by the credentials that it sees; "" if it does not."""
+    """Reason why the daemon at the other end of a Unix socket refuses this user's credentials; "" if it does not."""
     size = struct.calcsize("3i")
     _pid, owner, _gid = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     uid = os.geteuid()

@@ -1,4 +1,4 @@
-"""All errors that a peer or an operator can get.
+"""Errors that a peer or an operator can get.
 
 Owns: the codes and the exceptions. Refuses to know: where errors are raised or sent.
 """
@@ -13,7 +13,7 @@ CONNECTION_REFUSED = (
 
 
 class ErrorCode(str, enum.Enum):
-    """The error, for programs. The message beside the code is for people."""
+    """Code of an error, for programs. The message beside the code is for people."""
 
     BAD_FRAMES = "bad_frames"  # not [8-byte request id][payload]
     BAD_MESSAGE = "bad_message"  # not msgpack, unknown type, missing field or wrong type
@@ -48,7 +48,7 @@ class ErrorCode(str, enum.Enum):
 
 
 class KVServerError(Exception):
-    """An expected failure. The server answers it with `Error`; the command line prints it as one line."""
+    """Expected failure. The server answers it with `Error`; the command line prints it as one line."""
 
     def __init__(self, code: ErrorCode, message: str) -> None:
         super().__init__(message)
@@ -57,4 +57,4 @@ class KVServerError(Exception):
 
 
 class ConfigError(Exception):
-    """The daemon cannot start with these settings; the message names the flag to change."""
+    """Settings with which the daemon cannot start; the message names the flag to change."""

@@ -30,7 +30,7 @@ Keys = Annotated[bytes, Meta(max_length=MAX_CHUNKS * KEY_BYTES)]
 
 
 class Durability(enum.IntEnum):
-    """Who can find an object again, by its name, and so how far L2 may carry it."""
+    """Readers that can find an object again by its name, and so the tiers of L2 that may have it."""
 
     PROCESS = 0  # this start of the engine only: it goes to no tier
     MACHINE = 1  # a later start too, on this machine: to tiers of this machine

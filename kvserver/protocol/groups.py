@@ -1,7 +1,7 @@
 """Object groups: which KV cache groups of an engine are stored together, and what a hit needs of each.
 
-A chunk has the same tokens in every group. An object of a group holds the last `object_blocks` positions of its chunk:
-always the same ones, so no two stores of an object disagree about what it holds.
+A chunk has the same tokens in every group. An object of a group holds the last `object_blocks` positions of its chunk, always the
+same ones. So no two stores of an object disagree about its extent.
 
 Owns: `ObjectGroup` and its arithmetic. Refuses to know: planes' memory, keys, what is resident.
 """
@@ -27,9 +27,11 @@ _Member = Annotated[int, Meta(ge=0, lt=MAX_GROUPS)]
 class ObjectGroup(msgspec.Struct, frozen=True):
     """KV cache groups of equal kind and size, `members`: a position has one block of each.
 
-    What a hit at a boundary needs: of "full" all blocks before the boundary, of "window" those of the last `tokens`
-    tokens (a window of w tokens: w - 1, and what the engine keeps beyond that), of "local" those from the last multiple of
-    `tokens` on, of "state" the state at the boundary, which is one block.
+    Needs of a hit at a boundary, by kind:
+    - "full": all blocks before the boundary.
+    - "window": the blocks of the last `tokens` tokens. A window of w tokens has w - 1, and what the engine keeps beyond that.
+    - "local": the blocks from the last multiple of `tokens` on.
+    - "state": the state at the boundary, which is one block.
     """
 
     kind: Literal["full", "window", "local", "state"]
@@ -64,7 +66,7 @@ def chunk_tokens_for(wanted: int, groups: Sequence[ObjectGroup]) -> int:
 
 
 def has_tails(groups: Sequence[ObjectGroup], chunk_tokens: int) -> bool:
-    """Whether the last chunk of a prompt can be stored block by block: full attention alone, chunks of several equal blocks.
+    """True if the last chunk of a prompt can be stored block by block: full attention alone, chunks of several equal blocks.
 
     Of such a model any block ends a hit. A window or a state would need objects of its own for each block.
     """

@@ -1,4 +1,4 @@
-"""What a daemon shows of KV events, in its `/status` (`status`), and what its own observers show there."""
+"""Status of KV events and of the daemon's own observers, as parts of `/status` (`status`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class KVEventsStatus(Struct, frozen=True, kw_only=True):
 
 
 class StreamStatus(Struct, frozen=True, kw_only=True):
-    """Of the publisher: one model and form of hashes."""
+    """Status of one stream of the publisher: one model and form of hashes."""
 
     model_name: str = ""
     hash_form: str = ""

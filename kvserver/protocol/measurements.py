@@ -34,7 +34,7 @@ def bounded(value: str, known: Collection[str], most: int = MOST_MODELS) -> str:
 
 
 class Buckets(msgspec.Struct, frozen=True):
-    """The counts of one histogram: `counts[i]` for (bounds[i-1], bounds[i]], the last one beyond all bounds."""
+    """Counts of one histogram: `counts[i]` for (bounds[i-1], bounds[i]], the last one beyond all bounds."""
 
     counts: list[int] = []
     sum: float = 0.0

@@ -1,23 +1,22 @@
-"""The messages between engines and the server.
+"""Messages between engines and the server.
 
-Frames: `[8-byte request id][msgpack]` over ZMQ DEALER/ROUTER. Every message is a tagged struct (tag
-field `type`, the class name). A request gets exactly one reply, its own or `Error`; a notice (ReportBlockAllocations,
-EndRequest, Heartbeat, DescribeScheduler, EngineLoad) is answered only on error. On the Unix socket `HelloReply.fd_path`,
-beside the endpoint, `Attach` hands over file descriptors; that connection is the worker's lifeline.
+Frames: `[8-byte request id][msgpack]` over ZMQ DEALER/ROUTER. Every message is a tagged struct (tag field `type`, the class
+name). A request gets exactly one reply, its own or `Error`. A notice (ReportBlockAllocations, EndRequest, Heartbeat,
+DescribeScheduler, EngineLoad) is answered only on error. On the Unix socket `HelloReply.fd_path`, beside the endpoint, `Attach`
+hands over file descriptors; that connection is the worker's lifeline.
 
-Two forms: Lookup, LookupTail, Store and Retrieve, of which a long prompt needs dozens, are msgpack arrays,
-`[type, field, ...]` in the order of the struct; every other message is a map by field names. Errors name
-fields in both forms.
+Forms: a long prompt needs dozens of Lookup, LookupTail, Store and Retrieve, so these are msgpack arrays, `[type, field, ...]` in
+the order of the struct. Every other message is a map by field names. Errors name fields in both forms.
 
-Changes without a new PROTOCOL_VERSION: a map may gain fields with defaults anywhere, an array at its end
-only. A decoder ignores fields that it does not know, and a missing field has its default. To move, remove or
-redefine a field of an array needs a new PROTOCOL_VERSION.
+Changes without a new PROTOCOL_VERSION: a map may gain fields with defaults anywhere, an array at its end only. A decoder ignores
+fields that it does not know, and a missing field has its default. To move, remove or redefine a field of an array needs a new
+PROTOCOL_VERSION.
 
-Owns: the structs and the version; those of a block pool are in `block_reports`, those of routers in `routing`. Refuses to know: what
-any message means to the cache, and its bytes (`codec`).
+Units: `*_ns` is CLOCK_MONOTONIC nanoseconds; `keys` is KEY_BYTES bytes per chunk; `block_ids` is a list of u32 as
+`_native.pack_blocks` makes it, one per member of the object group for each position: [position][member].
 
-Units: `*_ns` is CLOCK_MONOTONIC nanoseconds; `keys` is KEY_BYTES bytes per chunk; `block_ids` is a list of
-u32 as `_native.pack_blocks` makes it, one per member of the object group for each position: [position][member].
+Owns: the structs and the version; those of a block pool are in `block_reports`, those of routers in `routing`. Refuses to know:
+what any message means to the cache, and its bytes (`codec`).
 """
 
 from __future__ import annotations
@@ -111,7 +110,7 @@ class Counted(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Hello(Message):
-    """`instance_id` and `incarnation` name an engine, if the client wants HelloReply.standing."""
+    """Open a session. `instance_id` and `incarnation` name an engine, if the client wants HelloReply.standing."""
 
     protocol_version: int
     client: Label = ""
@@ -161,7 +160,7 @@ class UnregisterWorker(Message):
 
 
 class Lookup(ArrayMessage):
-    """Request the greatest boundary at which the request can go on, and a lease on what a load up to it needs."""
+    """Request the greatest boundary at which the request can continue, and a lease on what a load up to it needs."""
 
     instance_id: Name
     incarnation: Name
@@ -176,7 +175,7 @@ class Lookup(ArrayMessage):
 
 
 class LookupTail(ArrayMessage):
-    """Go on with the request's lookup, whose reply had `wants_tail`: these are the blocks of the first chunk that it missed.
+    """Continue the request's lookup, whose reply had `wants_tail`, with the blocks of the first chunk that it missed.
 
     The reply is that of the whole lookup.
     """
@@ -316,10 +315,10 @@ class LookupReply(Message):
 
 
 class Stored(Message):
-    """`stored` chunks were copied; `skipped` chunks were resident or being stored; `starved` chunks found no space.
+    """Reply to Store: `stored` chunks were copied, `skipped` were resident or being stored, `starved` found no space.
 
-    `declined` chunks were not taken, since the operator has switched stores off. Of a replicated group the chunks that other
-    ranks copy are skipped.
+    `declined` chunks were refused, since the operator has switched stores off. Chunks of a replicated group that other ranks copy
+    are skipped.
     """
 
     stored: int

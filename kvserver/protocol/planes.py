@@ -1,4 +1,4 @@
-"""The layout of a KV cache in memory, as numbers: planes.
+"""Layout of a KV cache in memory, as numbers: planes.
 
 Owns: `Plane`. Refuses to know: layers, heads, dtypes, tensors.
 """
@@ -18,7 +18,7 @@ _Bytes = Annotated[int, Meta(ge=0, le=1 << 62)]
 
 
 class Plane(msgspec.Struct, frozen=True):
-    """Block `id` is the `run_bytes` bytes at `offset + id * stride_bytes` of memory number `memory`.
+    """Place of blocks in memory: block `id` is the `run_bytes` bytes at `offset + id * stride_bytes` of memory number `memory`.
 
     `group` is the KV cache group of these blocks. A position has one block of each group.
     """

@@ -95,10 +95,10 @@ class KVBlocks(msgspec.Struct, array_like=True, frozen=True):
 
 
 class KVEventsTaken(Message):
-    """If `follow` differs from the request's, the server starts again with all blocks that are stored now.
+    """Reply to TakeKVEvents. If `follow` differs from the request's, the server starts again with all blocks that are stored now.
 
-    `whole`: all blocks that were stored at that start have been sent. Blocks of an earlier `follow` that were not sent
-    again are removed.
+    `whole`: all blocks that were stored at that start have been sent. Blocks of an earlier `follow` that were not sent again are
+    removed.
     """
 
     follow: int
@@ -111,8 +111,8 @@ class KVEventsTaken(Message):
 class EngineLoad(Message):
     """Notice: the stats of an engine. Totals count from the engine's start.
 
-    Each front end of an engine sends its own notice: totals are this front end's part, the other fields are the
-    scheduler's values as this front end last received them.
+    Each front end of an engine sends its own notice. Totals are this front end's part. The other fields are the scheduler's
+    values as this front end last received them.
     """
 
     instance_id: Name

@@ -1,9 +1,9 @@
-"""What a daemon shows of itself: `/status`, `/metrics` and `kvserver status` read one `DaemonStatus`.
+"""Status of a daemon: `/status`, `/metrics` and `kvserver status` read one `DaemonStatus`.
 
-The names of the fields are the keys of `/status`, which are public. All have defaults, and keys that are not known here are
-ignored: the status of an older or newer daemon is read as far as both know it. A status does not change once it is made.
+The names of the fields are the keys of `/status`, which are public. All have defaults, and unknown keys are ignored: the status
+of an older or newer daemon is read as far as both know it. A status does not change once it is made.
 
-Owns: the structs. Refuses to know: who fills them in.
+Owns: the structs. Refuses to know: which part fills them in.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvserver.protocol.measurements import Buckets
 
 
 class ModelStatus(Struct, frozen=True, kw_only=True):
-    """Of one model in L1."""
+    """Status of one model in L1."""
 
     used_bytes: int = 0
     chunks: int = 0
@@ -75,7 +75,11 @@ class WorkerStatus(Struct, frozen=True, kw_only=True):
 
 
 class RequestCounts(Struct):
-    """What an instance requested and got. Tokens are those of whole chunks, and of single blocks that were found behind them. The daemon counts in such a struct; a status has a copy."""
+    """Counts of an instance's requests and their results.
+
+    Tokens are those of whole chunks, and of single blocks that were found behind them. The daemon counts in such a struct; a
+    status has a copy.
+    """
 
     lookups: int = 0
     hits: int = 0
@@ -186,7 +190,7 @@ class InstanceStatus(Struct, frozen=True, kw_only=True):
 
 
 class DepartedStatus(Struct, frozen=True, kw_only=True):
-    """An instance that disconnected: what its series in /metrics still show."""
+    """Disconnected instance: what its series in /metrics still show."""
 
     instance_id: str = ""
     model_name: str = ""
@@ -205,7 +209,7 @@ class RefusedEngineStatus(Struct, frozen=True, kw_only=True):
 
 
 class ConnectsStatus(Struct, frozen=True, kw_only=True):
-    """Of instances, since the daemon began."""
+    """Connects and disconnects of instances from the daemon's start on."""
 
     connected: int = 0
     disconnected: dict[str, int] = {}  # by reason
@@ -215,7 +219,7 @@ class ConnectsStatus(Struct, frozen=True, kw_only=True):
 
 
 class TotalsStatus(Struct, frozen=True, kw_only=True):
-    """Of all instances, also those that are forgotten."""
+    """Totals of all instances, also of those that are forgotten."""
 
     lookup_tokens: int = 0
     hit_tokens: int = 0
@@ -230,7 +234,7 @@ class TotalsStatus(Struct, frozen=True, kw_only=True):
 
 
 class AccountingStatus(Struct, frozen=True, kw_only=True):
-    """What must balance: with nothing in flight and no worker connected all but the pages and audits are 0."""
+    """Accounts that must balance: with nothing in flight and no worker connected all but the pages and audits are 0."""
 
     tickets: int = 0
     pins: int = 0
@@ -279,7 +283,7 @@ class RecordingStatus(Struct, frozen=True, kw_only=True):
 
 
 class SentStatus(Struct, frozen=True, kw_only=True):
-    """What an exporter sent to its collector."""
+    """Items that an exporter sent to its collector."""
 
     sent: int = 0
     failed: int = 0
@@ -305,7 +309,7 @@ class PagesStatus(Struct, frozen=True, kw_only=True):
 
 
 class TierStatus(Struct, frozen=True, kw_only=True):
-    """One tier of L2. What a tier does not count is 0; the fields after `breaks` are of the queue in front of it."""
+    """Status of a tier of L2. What a tier does not count is 0; the fields after `breaks` are of the queue in front of it."""
 
     name: str = ""
     kind: str = ""
@@ -363,7 +367,10 @@ class WhatIfStatus(Struct, frozen=True, kw_only=True):
 
 
 class DaemonStatus(Struct, frozen=True, kw_only=True):
-    """Made in the loop's thread, but for `stale_seconds` and `http`. A field that is UNSET is no key of `/status`."""
+    """Status of the whole daemon. A field that is UNSET is no key of `/status`.
+
+    The loop's thread makes it, but for `stale_seconds` and `http`.
+    """
 
     version: str = ""
     boot_id: str = ""

@@ -1,4 +1,4 @@
-"""What a cache would have found of a recorded stream of prompts, by size, policy and number of machines, and such recordings."""
+"""Replay of a recorded stream of prompts: what a cache would have found, by size, policy and number of machines. Also such recordings."""
 
 from kvserver.replay.cluster import Plan, PlanResult, replay_cluster
 from kvserver.replay.recorder import Recorder, make_recorder

@@ -1,10 +1,10 @@
-"""The L1 of one machine without its bytes: the daemon's own cache, in which a block is one page. A shared L2 is one, too.
+"""L1 of one machine without its bytes: the daemon's own cache, in which a block is one page. A shared L2 is one, too.
+
+A request begins and ends at its timestamp. Its lookup leases what it finds, its load reads it, its store writes the whole prompt,
+its end ends the lease, and only then comes the next request. In a daemon a lease delays evictions for as long as its request
+runs. A trace does not state when a request ended, so here no lease delays an eviction for another request.
 
 Owns: the order in which a request's lookup, fill, load, store and end reach the cache. Refuses to know: traces, other machines.
-
-A request begins and ends at its timestamp: its lookup leases what it finds, its load reads it, its store writes the whole
-prompt, its end ends the lease, and only then comes the next request. A trace does not state when a request ended, so no lease of
-one request delays the eviction of its blocks for another, as it does in a daemon for as long as the first one runs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Served(NamedTuple):
 
 
 class BareL1:
-    """`blocks`: the capacity, at least 1."""
+    """L1 of one machine. `blocks`: the capacity, at least 1."""
 
     def __init__(self, blocks: int, policy: str) -> None:
         self._cache = Cache(PagePool(blocks * _PAGE_BYTES, _PAGE_BYTES), POLICIES[policy]())

@@ -1,9 +1,10 @@
-"""One trace through several machines, each with an L1, and an L2 that they share over a network.
+"""A trace through several machines, each with an L1, and an L2 that they share over a network.
 
-Owns: what crosses the network, and what a plan counts. Refuses to know: how a machine serves (`bare_l1`), which one does (`routers`).
+Blocks that L1 lacks and L2 has are read over the network. All blocks of a prompt that are in L1 afterwards and that L2 lacks are
+written, as the daemon does with `admit=all`. Both are young in L2 then. L2 is an LRU. A transfer is at its request's timestamp.
 
-What crosses it: blocks that L1 lacks and L2 has are read, and all blocks of a prompt that are in L1 afterwards and that L2 lacks are
-written, as the daemon does it with `admit=all`. Both are young in L2 then. L2 is an LRU. A transfer is at its request's timestamp.
+Owns: what crosses the network, and what a plan counts. Refuses to know: how a machine serves (`bare_l1`), which one does
+(`routers`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _GB = 1e9
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """A cluster. `l2_blocks`: 0: unlimited; None: without L2."""
+    """A cluster. `l2_blocks`: 0 is unlimited, None is without L2."""
 
     machines: int
     router: str
@@ -33,7 +34,7 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 class PlanResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Rates are shares of all prompt blocks. GB are 10^9 bytes; peaks are of one window. `blocks`: of each L1."""
+    """Result of a plan. Rates are shares of all prompt blocks. GB are 10^9 bytes; peaks are of one window. `blocks`: of each L1."""
 
     policy: str
     blocks: int
@@ -91,7 +92,7 @@ def replay_cluster(
     plan: Plan,
     progress: Callable[[str, int, int, int], None] = lambda policy, blocks, requests, of: None,
 ) -> Iterator[PlanResult]:
-    """One result for each size of an L1 and policy. `progress` is called after each request."""
+    """Results by size of an L1 and policy, one each. `progress` is called after each request."""
     for policy in policies:
         for blocks in sizes:
             l2 = BareL1(capacity(plan.l2_blocks, trace), "lru") if plan.l2_blocks is not None else None

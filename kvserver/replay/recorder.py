@@ -1,10 +1,13 @@
 """Writes the daemon's lookups to a file, as a trace that `kvserver replay` reads.
 
-A line has, beside a trace's fields, `chunk_tokens`: tokens of each block of this trace, which is a chunk; and `lost`, where requests before
-this line are missing. Nothing of a prompt is written, and no key: an id is the beginning of a digest of namespace and key, keyed with a
-random salt that each start draws and keeps in memory alone. So ids are equal where chunks are, and in no other recording.
+A line has two fields beside a trace's. `chunk_tokens` is the tokens of each block of this trace, which is a chunk. `lost` counts
+requests that are missing before this line.
 
-Owns: the form of the lines, the file and its bound, and the count of what is missing. Refuses to know: what a lookup means to the cache.
+Nothing of a prompt is written, and no key. An id is the beginning of a digest of namespace and key, keyed with a random salt that
+each start draws and keeps in memory alone. So ids are equal where chunks are, and in no other recording.
+
+Owns: the form of the lines, the file and its bound, and the count of what is missing. Refuses to know: what a lookup means to the
+cache.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ def make_recorder(settings: Settings, dropped: Callable[[], int]) -> Recorder | 
 
 
 class Recorder(Subscriber):
-    """A subscriber whose file has a thread of its own: a disk that hangs delays no other subscriber."""
+    """Subscriber that records lookups. Its file has a thread of its own: a disk that hangs delays no other subscriber."""
 
     name = "record"
     handles = frozenset({LookupEnded})

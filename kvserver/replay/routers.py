@@ -1,4 +1,4 @@
-"""Which machine of a cluster serves a prompt.
+"""Routers: the choice of a cluster's machine for a prompt.
 
 Owns: the choice. Refuses to know: what a request does to a machine's L1.
 """
@@ -29,7 +29,7 @@ class RoundRobin:
 
 
 class PrefixAffinity:
-    """The machine with most of the prompt in L1, if it has half; else, and among equals, the one that has computed least.
+    """Router to the machine with most of the prompt in L1, if it has half. Else, and among equals, to the one that has computed least.
 
     A shorter match decides nothing: all prompts with one system prompt would go to one machine. It knows every L1 as it is now.
     """

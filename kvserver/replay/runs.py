@@ -1,6 +1,6 @@
-"""One trace through caches of several sizes and policies.
+"""A trace through caches of several sizes and policies.
 
-Owns: which sizes are tried if none is named, and what a run counts. Refuses to know: the cache (`bare_l1`), text for people.
+Owns: the sizes that are tried if none is named, and what a run counts. Refuses to know: the cache (`bare_l1`), text for people.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ _SHARES = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8)  # of the distinct blocks
 
 
 class SizeResult(msgspec.Struct, frozen=True):
-    """`blocks`: the capacity; 0: unlimited. `hit_rate`: the share of all prompt blocks found as an unbroken prefix, and of tokens."""
+    """Result of one size. `blocks`: the capacity; 0: unlimited.
+
+    `hit_rate`: the share of all prompt blocks found as an unbroken prefix, and of tokens.
+    """
 
     policy: str
     blocks: int
@@ -43,7 +46,7 @@ def replay_sizes(
     progress: Callable[[str, int, int, int], None] = lambda policy, blocks, requests, of: None,
     warm_up: float = 0.0,
 ) -> Iterator[SizeResult]:
-    """One result for each size of each policy, each as soon as it is known. `progress` is called after each request.
+    """Results by size and policy, each as soon as it is known. `progress` is called after each request.
 
     `warm_up`: the share of the requests, from the first one on, that fill the cache and are not counted.
     """

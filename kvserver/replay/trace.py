@@ -1,8 +1,10 @@
 """Request traces as Mooncake publishes them: a JSON object a line, one for each request.
 
-`timestamp` is in milliseconds, `input_length` and `output_length` are in tokens, `hash_ids` has an id for each block of the prompt; equal ids
-are equal prefixes up to there. kvserver's recordings have two more fields: `chunk_tokens`, the tokens of a block, and `lost`, which counts
-requests that are missing before the line. Other fields are ignored.
+Fields of a line; others are ignored:
+- `timestamp` in milliseconds, `input_length` and `output_length` in tokens.
+- `hash_ids`: an id for each block of the prompt. Equal ids are equal prefixes up to there.
+- `chunk_tokens` (kvserver's recordings): the tokens of a block.
+- `lost` (kvserver's recordings): the number of requests that are missing before the line.
 
 Owns: what a good line is, and the keys that ids become. Refuses to know: caches.
 """
@@ -21,7 +23,7 @@ _Count = Annotated[int, Meta(ge=0)]
 
 
 class TraceError(ConfigError):
-    """A trace that cannot be replayed; the text has the number of the line."""
+    """Trace that cannot be replayed; the text has the number of the line."""
 
 
 class _Line(msgspec.Struct):
@@ -34,7 +36,7 @@ class _Line(msgspec.Struct):
 
 
 class TracePrompt(NamedTuple):
-    """One prompt. `seconds`: since the trace's first request. `keys`: KEY_BYTES for each of its blocks."""
+    """A prompt. `seconds`: from the trace's first request on. `keys`: KEY_BYTES for each of its blocks."""
 
     seconds: float
     keys: bytes

@@ -1,4 +1,4 @@
-"""The boundary that a lookup finds in one tier, for engines with other groups than one of full attention.
+"""Boundary that a lookup finds in one tier, for engines with other groups than one of full attention.
 
 Owns: the translation of the index's owners into what `cache.Groups` searches, as the server does for its lookups. Refuses to
 know: which owner is what, hashes.
@@ -25,12 +25,12 @@ def has_boundaries(groups: Sequence[ObjectGroup]) -> bool:
 
 
 def unit_tokens(groups: Sequence[ObjectGroup]) -> int:
-    """What a hit in the engine's own memory is a multiple of."""
+    """Tokens of which a hit in the engine's own memory is a multiple."""
     return math.lcm(*(group.block_tokens for group in groups))
 
 
 def hit_units(groups: tuple[ObjectGroup, ...], tokens: int, owners: Sequence[int], owners_of: Sequence[int]) -> int:
-    """How many units of `tokens` tokens a hit has.
+    """Number of units of `tokens` tokens that a hit has.
 
     `owners` has bits of owners for each unit of the prompt, `owners_of` those of each group: in one of them is enough.
     """

@@ -1,11 +1,11 @@
 """Applies the KV events of one engine in order: which blocks are in its own memory, and whether all are known.
 
-Owns: the sequence, and lost batches. Refuses to know: sockets.
+Batches are numbered from 0. A missing batch may be replayed. If it cannot, all known blocks are dropped, for blocks that the
+missing batch removed would be found for ever. A number seen before, with a later time, is of another engine at the same address.
+An engine whose requests set `kv_cache_report_mode` to "full" announces resident blocks again; those are found until the engine
+clears its cache.
 
-Batches are numbered from 0. A missing batch may be replayed. If it cannot, all known blocks are dropped, since blocks that
-the missing batch removed would be found for ever. A number seen before, with a later time, is of another engine at the
-same address. An engine whose requests set `kv_cache_report_mode` to "full" announces resident blocks again; those are
-found until the engine clears its cache.
+Owns: the sequence, and lost batches. Refuses to know: sockets.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ FOLLOWING = ("waiting", "complete", "incomplete")  # the states of a stream that
 
 
 class NoOwner(Exception):
-    """The index has too few free owners."""
+    """Index with too few free owners."""
 
 
 class EngineBlocks:
-    """An engine's blocks in the index, with 8 bytes of each hash: an owner for each object group; () once it is closed."""
+    """Blocks of an engine in the index, with 8 bytes of each hash: an owner for each object group; () once it is closed."""
 
     def __init__(self, index: PrefixIndex, groups: int = 1) -> None:
         """NoOwner if the index has too few."""

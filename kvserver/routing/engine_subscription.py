@@ -31,7 +31,7 @@ Socket = zmq.Socket[bytes]
 
 
 def unreadable(endpoint: str) -> str:
-    """Why the daemon does not connect to this endpoint; "" if it does. It connects to endpoints on this machine only."""
+    """Reason why the daemon does not connect to this endpoint; "" if it does. It connects to endpoints on this machine only."""
     try:
         parts = urlsplit(endpoint)
         host, port = parts.hostname or "", parts.port
@@ -46,7 +46,7 @@ def unreadable(endpoint: str) -> str:
 
 
 class EngineSubscription:
-    """REQUIRES: one thread calls everything except status(), which only reads."""
+    """Subscription to one engine. REQUIRES: one thread calls everything except status(), which only reads."""
 
     def __init__(
         self,

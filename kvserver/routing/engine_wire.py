@@ -1,9 +1,9 @@
-"""Decodes vLLM's KV events of GPU memory: maps since 0.26, arrays before.
+"""Decodes vLLM's KV events of GPU memory: maps from 0.26 on, arrays up to 0.25.
+
+Only blocks in GPU memory are read (`medium` GPU or none). Of each object group only the blocks of one KV cache group are read:
+the others have as many. Unused fields, token ids above all, are skipped undecoded.
 
 Owns: which events and fields are read. Refuses to know: sequences, sockets, and what is done with the blocks.
-
-Only blocks in GPU memory are read (`medium` GPU or none), and of each object group only those of one KV cache group, of whose
-blocks the others have as many. Unused fields, token ids above all, are skipped undecoded.
 """
 
 from __future__ import annotations

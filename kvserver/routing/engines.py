@@ -32,7 +32,10 @@ _CLOSE_SECONDS = 2.0  # for the turn of the thread that is under way
 
 
 class EngineEvents:
-    """REQUIRES: follow_engine(), forget_engine() and close() are not called at once; the rest may be called from any thread."""
+    """Subscriptions to all engines.
+
+    REQUIRES: follow_engine(), forget_engine() and close() are not called at once; any thread may call the rest.
+    """
 
     def __init__(self, index: PrefixIndex) -> None:
         self._index = index
@@ -68,7 +71,7 @@ class EngineEvents:
         return subscription.blocks.owners if subscription is not None else ()
 
     def status(self, instance_id: str) -> EngineEventsStatus | None:
-        """None if the engine publishes no KV events."""
+        """Status of the engine's events; None if the engine publishes none."""
         if reason := self._refused.get(instance_id):
             return EngineEventsStatus(state="refused", reason=reason)
         if instance_id in self._without_owners:

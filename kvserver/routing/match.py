@@ -3,17 +3,17 @@
     {"model": "", "instance_ids": [], "block_hashes": [...]}
     {"model": "m", "tokens": [...], "lora_name": "", "lora_path": "", "cache_salt": ""}
 
-as JSON or, with `Content-Type: application/msgpack`, msgpack; the answer has the same form. Hashes are hexadecimal text
-in JSON, bytes in msgpack, or the unsigned integers that engines publish; in msgpack also all end to end as one `bytes`
-with `hash_bytes` for each. Tokens are hashed as the engines hash them, if the engines describe how.
+The request is JSON or, with `Content-Type: application/msgpack`, msgpack; the answer has the same form. Hashes are hexadecimal
+text in JSON, bytes in msgpack, or the unsigned integers that engines publish. In msgpack they may also be all end to end as one
+`bytes`, with `hash_bytes` for each. Tokens are hashed as the engines hash them, if the engines describe how.
 
     {"instances": [{"instance_id", "model_name", "blocks", "l0", "l1", "l2", "l1_l2", "best", "block_tokens", "chunk_tokens",
      "load"}], "skipped": [{"instance_id", "reason"}]}
 
-in blocks: `blocks` of the prompt, the leading blocks that each tier has, `l1_l2`, those of L1 and L2 together, and `best`, those that
-all tiers have together; of engines with several object groups the boundary that a lookup finds in each tier and in L1 and L2
-together, and the greatest of these.
-Errors are {"error": code, "message": text}.
+The unit is blocks. `blocks` is the length of the prompt. `l0`, `l1` and `l2` are the leading blocks that each tier has, `l1_l2`
+those of L1 and L2 together, `best` those of all tiers together. For an engine with several object groups they are the boundary
+that a lookup finds in each tier, the boundary in L1 and L2 together, and the greatest of these. Errors are {"error": code,
+"message": text}.
 
 Owns: both forms and their limits. Refuses to know: sockets, the loop. Engine stats are up to ENGINE_STATS_SECONDS old.
 """
@@ -50,7 +50,7 @@ Answer: TypeAlias = dict[str, Any]
 
 
 class BadQuery(Exception):
-    """Becomes the answer, with this HTTP code."""
+    """Query that is answered with this HTTP code."""
 
     def __init__(self, code: int, error: str, message: str) -> None:
         super().__init__(message)
@@ -79,7 +79,7 @@ _json, _msgpack = msgspec.json.Decoder(_JsonQuery), msgspec.msgpack.Decoder(_Msg
 
 
 class RecentEngineStats:
-    """The latest engine stats. Never waits for the loop."""
+    """Latest engine stats. Never waits for the loop."""
 
     def __init__(
         self, ask: Callable[[], Future[list[InstanceStatus]]], every_seconds: float = ENGINE_STATS_SECONDS
@@ -104,7 +104,7 @@ class RecentEngineStats:
 
 
 class MatchPages:
-    """Any thread may call."""
+    """Pages of this module. Any thread may call."""
 
     def __init__(self, index: KVIndex, ask: Callable[[], Future[list[InstanceStatus]]]) -> None:
         """`ask` requests the instances of `/status` from the loop."""
@@ -200,7 +200,7 @@ class MatchPages:
 
 
 def unhashable(engine: ReaderConnected) -> str:
-    """Why tokens cannot be hashed for this engine; "" if they can."""
+    """Reason why tokens cannot be hashed for this engine; "" if they can."""
     scheduler = engine.scheduler
     if scheduler.hash_algorithm not in ALGORITHMS:
         return f"{engine.instance_id} hashes blocks by {scheduler.hash_algorithm or 'an unknown algorithm'}; send block_hashes"

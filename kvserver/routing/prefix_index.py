@@ -1,10 +1,11 @@
 """Finds how much of a prompt each engine has in its own memory, in L1 and in L2: a direct observer of KV events.
 
-Owns: which owner in the index is which tier and group of which namespace prefix. Refuses to know: hashes from tokens, HTTP.
+L1 and L2 are kept by namespace prefix and object group: all engines with the same prefix find the same chunks there. Chunks that
+no engine can read now stay known for the next engine that can. Only the keys of chunks are needed. So chunks without a
+description count too, such as those that a tier of L2 found at its start. While the hub resyncs a tier, its chunks are missing
+until it names them.
 
-L1 and L2 are kept by namespace prefix and object group: all engines with the same prefix find the same chunks there. Chunks that no engine
-can read now stay known for the next engine that can. Only the keys of chunks are needed, so chunks without a description
-count too, such as those that a tier of L2 found at its start. While the hub resyncs a tier, its chunks are missing until it names them.
+Owns: which owner in the index is which tier and group of which namespace prefix. Refuses to know: hashes from tokens, HTTP.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Match(NamedTuple):
 
 
 class KVIndex:
-    """REQUIRES: observe() and close() are not called at once; the rest may be called from any thread."""
+    """Index of prefixes. REQUIRES: observe() and close() are not called at once; any thread may call the rest."""
 
     def __init__(self, most_bytes: int, follow_engines: bool) -> None:
         self._index = PrefixIndex(secrets.randbits(64), most_bytes)
@@ -213,7 +214,7 @@ class KVIndex:
         return [self._with_tail(*each, hashes, hash_bytes) for each in zip(engines, found, strict=True)]
 
     def _plain(self, engines: Sequence[ReaderConnected], hashes: bytes | memoryview, hash_bytes: int) -> list[Match]:
-        """Of engines whose hit is what leads the prompt."""
+        """Matches of engines whose hit is the prompt's leading blocks."""
         readers = [self._tiers(engine) for engine in engines]
         without_l0 = [(-1, l1, l2, blocks) for _, l1, l2, blocks in readers if l2 >= 0]
         found = self._index.match(hashes, hash_bytes, readers + without_l0)
@@ -224,7 +225,7 @@ class KVIndex:
         ]
 
     def _boundaries(self, engine: ReaderConnected, hashes: bytes | memoryview, hash_bytes: int, tokens: int) -> Match:
-        """Of each tier, and of L1 and L2 together, the boundary that a lookup finds there."""
+        """Boundary that a lookup finds in each tier, and in L1 and L2 together."""
         own_blocks = unit_tokens(engine.object_groups) // engine.block_tokens
         own = [_bits(owner) for owner in self._engines.index_owners(engine.instance_id)]
         l1, l2 = ([_bits(owner) for owner in self._tier_owners(engine, tier)] for tier in Tier)
@@ -245,7 +246,7 @@ class KVIndex:
         hash_bytes: int,
         tokens: int,
     ) -> list[int]:
-        """In each of these tiers, given by the owners' bits of each group, where hits are multiples of `blocks` blocks."""
+        """Blocks of the hit in each of these tiers, where hits are multiples of `blocks` blocks. A tier is the owners' bits of each group."""
         if not any(map(any, tiers)):
             return [0] * len(tiers)
         groups, size = engine.object_groups, blocks * engine.block_tokens
@@ -255,7 +256,7 @@ class KVIndex:
         return [blocks * hit_units(groups, size, units, owners) if any(owners) else 0 for owners in tiers]
 
     def _with_tail(self, engine: ReaderConnected, match: Match, hashes: bytes | memoryview, hash_bytes: int) -> Match:
-        """With the single blocks that a lookup finds behind the chunks: of the first missed chunk, unless L2 has that chunk.
+        """Match with the single blocks that a lookup finds behind the chunks: of the first missed chunk, unless L2 has that chunk.
 
         After a fill that ends before the prompt's last chunk none are looked up.
         """
@@ -275,14 +276,14 @@ class KVIndex:
         return match._replace(l1=l1, l1_l2=l1_l2, best=max(match.best, l1_l2))
 
     def _tier_owners(self, engine: ReaderConnected, tier: Tier, tails: bool = False) -> tuple[int, ...]:
-        """By object group, or by that of their single blocks; -1: the group has none."""
+        """Owners by object group, or by that of their single blocks; -1: the group has none."""
         with self._lock:
             owners = self._owners.get(engine.namespace_prefix, {})
             groups = range(max(1, len(engine.object_groups)))
             return tuple(owners.get((tier, -1 - group if tails else group), -1) for group in groups)
 
     def _tiers(self, engine: ReaderConnected) -> tuple[int, int, int, int]:
-        """Of the first object group."""
+        """Owners of the first object group in each tier, and the blocks of a chunk."""
         l0 = next(iter(self._engines.index_owners(engine.instance_id)), -1)
         l1, l2 = (self._tier_owners(engine, tier)[0] for tier in Tier)
         return l0, l1, l2, engine.chunk_blocks

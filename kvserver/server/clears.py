@@ -1,8 +1,8 @@
-"""Which KV a request to clear the cache means, who else uses it, and how much it is.
+"""Clears: which KV a request means, who else uses it, and how much it is.
 
-Engines that agree in everything share a namespace, and so do machines through a tier that they share: what is cleared for
-one of them is cleared for all. A request that names one instance or model is refused in that case, unless it states that
-this is meant.
+Engines that agree in everything share a namespace, and so do machines through a tier that they share. KV that is cleared for one
+of them is cleared for all. So a request that names one instance or model is refused in that case, unless it states that this is
+meant.
 
 Owns: the choice of namespaces, and what is reported. Refuses to know: HTTP, how L1 and tiers forget (`upkeep`). Runs in the
 loop's thread.
@@ -25,7 +25,7 @@ MOST_NAMESPACES = 64  # in one turn of the loop: each is looked for among all
 
 @dataclass(frozen=True)
 class ClearRequest:
-    """At most one of the two names; without a name all is meant."""
+    """Request to clear; it has at most one of the two names. Without a name all KV is meant."""
 
     instance_id: str = ""
     model_name: str = ""
@@ -41,7 +41,7 @@ class TierClear(Struct, frozen=True):
 
 
 class ClearReport(Struct, frozen=True, kw_only=True):
-    """What was cleared, or would be. The names of fields are keys of the answer to `POST /cache/clear`."""
+    """Report of what was cleared, or would be. The names of fields are keys of the answer to `POST /cache/clear`."""
 
     chunks: int  # in L1
     tail_blocks: int  # single blocks in L1
@@ -157,7 +157,7 @@ class Clears:
         )
 
     def _unnamed_tiers(self) -> list[str]:
-        """Those with objects whose model is not known here: L2 keeps namespaces, which no engine that is known made."""
+        """Names of tiers that hold objects of namespaces no known engine created."""
         known = {one.last_namespace for one in self._all() if one.last_namespace is not None}
         known |= {split_namespace(id)[0] for id in self._upkeep.cache.index.namespace_ids()}
         local = {tier.name: tier for tier in self._upkeep.storage.tiers.local}

@@ -1,7 +1,7 @@
-"""What stores and loads have in common: who may begin a copy, its ticket, its state word, and what is counted of its end.
+"""Common parts of stores and loads: the right to begin a copy, its ticket, its state word, and the counts of its end.
 
-Owns: the counts of copies, and the events of their begin and end. Refuses to know: which chunks are resident or
-evicted (`cache`), and what else a store (`stores`) or a load (`loads`) does.
+Owns: the counts of copies, and the events of their begin and end. Refuses to know: which chunks are resident or evicted
+(`cache`), and what else a store (`stores`) or a load (`loads`) does.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Copies:
             self._count_copied(counts, ticket, completion)
 
     def coverage_in_l2(self, ticket: CopyTicket) -> tuple[Coverage, Durability] | None:
-        """What the ticket's objects are for the tiers of L2, and for which; None if for none."""
+        """Coverage of the ticket's objects in L2, and their durability, which decides on the tiers; None if no tier may have them."""
         spec = ticket.worker.spec
         instance = self.instances.by_id.get(spec.instance_id)
         if instance is None or instance.workers.get(spec.rank) is not ticket.worker:
@@ -151,7 +151,7 @@ class Copies:
                 counts.saved_seconds += ticket.tokens / instance.prefill_speed
 
     def _count_wait(self, worker: Worker, request: Retrieve, arrived_ns: int, tokens: int) -> None:
-        """One of the copies of a load ended on this rank, `tokens` being those of the load; 0 if the copy failed."""
+        """Count the end of one copy of a load on this rank. `tokens`: of the load; 0 if the copy failed."""
         spec = worker.spec
         instance = self.instances.by_id.get(spec.instance_id)
         if instance is None or request.group >= len(worker.groups):  # else an engine could name a million parts

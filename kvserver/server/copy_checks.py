@@ -1,4 +1,4 @@
-"""The checks of keys, blocks and contents that a request names. Each raises KVServerError; nothing here changes state."""
+"""Checks of keys, blocks and contents that a request names. A check raises KVServerError; nothing here changes state."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def store_blocks(request: Store, worker: Worker, group: WorkerGroup) -> BlockIds
 
 
 def own_places(request: Store, worker: Worker, group: WorkerGroup) -> range:
-    """Which of the request's keys this rank copies: of what all ranks have each copies its share, by chunks of the prompt."""
+    """Indexes of the request's keys that this rank copies. Of a replicated group each rank copies its share, by chunks of the prompt."""
     count = chunk_count(request.keys)
     if not worker.spec.groups:  # protocol 4
         return range(count if group.turn == 0 else 0)

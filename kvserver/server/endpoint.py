@@ -28,7 +28,10 @@ _FAILED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNA
 
 
 class Endpoint:
-    """REQUIRES: bind() at most once, then close(). Sockets are of the thread that makes the endpoint, then of the loop's."""
+    """The daemon's ZMQ address. REQUIRES: bind() at most once, then close().
+
+    Its sockets belong to the thread that makes the endpoint, then to the loop's.
+    """
 
     def __init__(self, url: str) -> None:
         """Lock it. ConfigError if the URL cannot be served, or another daemon serves it."""
@@ -168,7 +171,7 @@ def _refuse_open_network(url: str, host: str | None) -> None:
 
 
 def _refuse_other_users(router: zmq.Socket[bytes]) -> None:
-    """At an ipc endpoint whose file became writable for them, as lifelines do. REQUIRES: the socket is not bound yet."""
+    """Refuse other users at an ipc endpoint whose file became writable for them, as lifelines do. REQUIRES: the socket is not bound yet."""
     try:
         for uid in {os.getuid(), 0}:
             router.setsockopt(zmq.IPC_FILTER_UID, uid)

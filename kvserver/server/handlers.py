@@ -1,7 +1,7 @@
-"""What the server does for each request.
+"""Handlers of requests: one match arm per request.
 
-Owns: one match arm per request. Refuses to know: frames, sockets, polling (`loop`); what a lookup (`lookups`), a copy
-(`stores`, `loads`) or a worker (`workers`) needs. Runs in the loop thread; nothing here blocks.
+Refuses to know: frames, sockets, polling (`loop`); what a lookup (`lookups`), a copy (`stores`, `loads`) or a worker (`workers`)
+needs. Runs in the loop thread; nothing here blocks.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from kvserver.tiering import Storage
 
 @dataclass
 class Handlers:
-    """`hello`: the reply to every Hello, but for the version and what is known of its instance."""
+    """Dispatch of requests to parts. `hello`: the reply to every Hello, but for the version and the standing of its instance."""
 
     hello: HelloReply
     instances: Instances

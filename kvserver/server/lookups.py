@@ -1,12 +1,12 @@
 """L1Lookups: from a message to its reply.
 
+An engine may store single blocks too. Its lookup ends in one of two ways. If all its chunks are found, the blocks behind them are
+looked up at once. Else the hit may continue inside the first missed chunk: the reply wants that chunk's blocks, and the lookup is
+over once the engine has named them, or has ended the request. Keys of all blocks in the first message would be sixteen times as
+many, and most prompts need none.
+
 Owns: the checks of a lookup, what is counted of it, and the lookups that wait for the keys of a tail. Refuses to know: what is
 resident, and leases (`cache`).
-
-A lookup of an engine whose blocks are stored one by one, too, ends in one of two ways. If all its chunks are found, the blocks
-behind them are looked up at once. Else the hit may go on inside the first missed chunk: the reply wants that chunk's blocks,
-and the lookup is over once the engine has named them, or has ended the request. Keys of all blocks in the first message
-would be sixteen times as many, and most prompts need none.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class L1Lookups:
         looked.outcome = replace(looked.outcome, tail_blocks=blocks, tail_tokens=tokens)
 
     def answer_again(self, request: Lookup, filled_tokens: int) -> LookupReply:
-        """After a fill, which read so many tokens: lease what L1 has now. The lookup was counted before."""
+        """Lease what L1 has after a fill, which read so many tokens. The lookup was counted before."""
         instance = self.instances.by_id.get(request.instance_id)
         namespace = instance.namespace_of(request.variant) if instance is not None else None
         if instance is None or namespace is None or self._unavailable:
@@ -133,7 +133,7 @@ class L1Lookups:
 
     @property
     def _unavailable(self) -> str:
-        """Why no engine finds a chunk: a hit that cannot be loaded only costs the engine, or the operator wants none. "" if they do."""
+        """Reason why lookups find nothing: no hit could be loaded, or the operator switched them off. "" if they find chunks."""
         return self.devices.lost or self.serving.why_nothing_is_found
 
     def _deadline(self) -> float:

@@ -57,7 +57,7 @@ T = TypeVar("T")
 
 
 class Server:
-    """REQUIRES: `router` is bound; start() and stop() may come from any thread, the rest runs in the loop's."""
+    """The event loop. REQUIRES: `router` is bound; any thread may call start() and stop(), the loop's thread runs the rest."""
 
     def __init__(
         self,
@@ -123,12 +123,12 @@ class Server:
 
     @property
     def seconds_since_turn(self) -> float:
-        """How long ago the loop last went round; large only if it hangs (it turns once a second when idle)."""
+        """Seconds since the loop's last turn; large only if it hangs (it turns once a second when idle)."""
         return time.monotonic() - self._last_turn
 
     @property
     def failure(self) -> str:
-        """Why this daemon should get no traffic; empty while all is well."""
+        """Reason why this daemon should get no traffic; empty while all is well."""
         if lost := self._upkeep.lost_device:
             return f"the device is lost: {lost}"
         return self._unreachable or self._upkeep.lost_tier or self._bus.failure
@@ -140,7 +140,7 @@ class Server:
     # ---- the loop -----------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Until stop()."""
+        """Run turns until stop()."""
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
@@ -193,7 +193,7 @@ class Server:
         return True
 
     def _serve(self, frames: list[bytes]) -> None:
-        """One message: whatever happens becomes its one reply."""
+        """Serve one message: whatever happens becomes its one reply."""
         has_id = len(frames) >= 2 and len(frames[1]) == REQUEST_ID_BYTES
         call = Call(self._replies, frames[0], frames[1] if has_id else _NO_REQUEST_ID, time.monotonic())
         try:

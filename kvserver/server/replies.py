@@ -46,7 +46,7 @@ class Replies:
 
 @dataclass(slots=True)
 class Call:
-    """One request on its way to exactly one reply."""
+    """A request on its way to exactly one reply."""
 
     replies: Replies
     peer: bytes

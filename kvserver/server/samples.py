@@ -1,7 +1,7 @@
-"""What the charts of the page show of one moment: counters and gauges, as floats in the order of `SERIES`.
+"""Samples for the page's charts: counters and gauges of one moment, as floats in the order of `SERIES`.
 
-Cheaper than `/status`: nothing is copied, and what grows with the number of engines is a few additions for each. From the
-loop's thread. Refuses to know: how many samples are kept (`web.history`).
+A sample is cheaper than `/status`: nothing is copied, and each engine costs a few additions. From the loop's thread. Refuses to
+know: how many samples are kept (`web.history`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SERIES = ("time", *COUNTERS, *GAUGES)  # time: seconds since 1970
 
 
 def take_sample(instances: Instances, cache: Cache, storage: Storage, bus: Bus, rpc: Rpc) -> array[float]:
-    """One float for each of SERIES."""
+    """Values of SERIES, one float each."""
     counts: list[Counts] = instances.all_counts()
     benefits = [each.benefit for each in counts]
     return array(

@@ -1,7 +1,8 @@
-"""The operator's switch: whether lookups find chunks, and whether stores are taken.
+"""The operator's switch: whether lookups find chunks, and whether stores are accepted.
 
-Owns: the mode and its consequences. Refuses to know: requests, and how an operator changes the mode. L1 keeps its chunks in
-every mode, and copies that have begun end as usual. Only the loop's thread changes it.
+L1 keeps its chunks in every mode, and copies that have begun end as usual. Only the loop's thread changes the mode.
+
+Owns: the mode and its consequences. Refuses to know: requests, and how an operator changes the mode.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class Serving:
 
     @property
     def why_nothing_is_found(self) -> str:
-        """Why lookups find nothing; "" if they do."""
+        """Reason why no lookup finds anything; "" if lookups find chunks."""
         return f"serving is {self.mode} (POST /config/serving)" if self.mode == "off" else ""
 
     @property

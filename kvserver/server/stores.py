@@ -86,7 +86,7 @@ class Stores:
         return plan
 
     def step(self) -> list[Worker]:
-        """At the end of a turn: go on with the stores that wait. Returns the closing workers that no longer have one."""
+        """Continue waiting stores at the end of a turn. Returns the closing workers that no longer have one."""
         closing = []
         while self._waiting and self._steps > 0:
             ticket = self._waiting[0]
@@ -104,7 +104,7 @@ class Stores:
         return closing
 
     def _extend_plan(self, ticket: StoreTicket) -> bool:
-        """Whether the plan is complete. KVServerError if the store should end."""
+        """Extend the store's plan by a slice; return whether it is complete. Raises KVServerError if the store should end."""
         if ticket.worker.closing:
             raise KVServerError(ErrorCode.CANCELLED, "the worker disconnected before the copy began")
         if ticket.request.deadline_ns <= self.copies.now_ns():

@@ -1,7 +1,7 @@
-"""What a turn of the loop does beside requests: it completes tickets, goes on with work that was left, keeps time, audits.
+"""Work of a loop's turn beside requests: it completes tickets, continues deferred work, keeps time, audits.
 
-Owns: the order of that work. Refuses to know: requests (`handlers`), the poll (`loop`). Runs in the loop's thread; nothing
-here blocks, but drain().
+Owns: the order of that work. Refuses to know: requests (`handlers`), the poll (`loop`). Runs in the loop's thread; nothing here
+blocks, but drain().
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ class Upkeep:
 
     @property
     def lost_device(self) -> str:
-        """Why nothing can be copied any more; empty while it can."""
+        """Reason why nothing can be copied any more; empty while it can."""
         return self.devices.lost
 
     @property
     def lost_tier(self) -> str:
-        """Why a tier of L2 that is required cannot be used; empty while all can."""
+        """Reason why a required tier of L2 cannot be used; empty while all can."""
         return self.storage.failure
 
     # ---- completions --------------------------------------------------------------------------
@@ -118,7 +118,7 @@ class Upkeep:
         self.workers.unmap_if_idle(worker)
 
     def lifeline_ended(self, lifeline: Lifeline) -> None:
-        """Its connection was closed: the worker's process died, or ended it."""
+        """End the lifeline's worker: its process died, or closed the connection."""
         self.workers.lifeline_ended(lifeline)
 
     # ---- time ---------------------------------------------------------------------------------
@@ -131,12 +131,12 @@ class Upkeep:
         self.cache.expire_leases(self.clock())
 
     def seconds_left(self) -> float:
-        """Until something is due that no message and no completion announces."""
+        """Seconds until something is due that no message and no completion announces."""
         due_ns = self.storage.next_due_ns
         return 3600.0 if due_ns is None else max(0.0, due_ns * 1e-9 - self.clock())
 
     def step(self) -> bool:
-        """At the end of each turn: a slice of the work that was left. True while there is more to do at once."""
+        """Do a slice of deferred work at the end of a turn. True while there is more to do at once."""
         more = self.cache.step() | self.resync.step() | self.storage.step()
         for worker in self.stores.step():
             self.workers.unmap_if_idle(worker)

@@ -1,8 +1,8 @@
-"""What the cache brought an instance's requests, and what that cost: prompt tokens by source, net time, how long copies took.
+"""Benefit of the cache for an instance's requests, and its cost: prompt tokens by source, net time, duration of copies.
+
+A prompt's tokens come from L0 (the engine's own prefix cache), L1, L2, or were computed. The four add up to the prompts.
 
 Owns: these counts and their sums. Refuses to know: messages, tickets, clocks.
-
-A prompt's tokens come from L0 (the engine's own prefix cache), L1, L2, or were computed; the four add up to the prompts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MOST = 1 << 62  # of a total that engines report: OTLP has 64 bits for it
 
 
 class Benefit:
-    """Of one instance."""
+    """Benefit and cost of one instance."""
 
     def __init__(self) -> None:
         self.prompt_tokens = dict.fromkeys(SOURCES, 0)
@@ -54,7 +54,10 @@ class Benefit:
             self.hit_ratio.observe((local + loaded) / prompt)
 
     def load_ended(self, tokens: int, waited_seconds: float, prefill_speed: float) -> None:
-        """On all ranks. `tokens`: whose KV it brought; 0 if it failed. Without a speed only failed loads count."""
+        """Count a load that ended on all ranks.
+
+        `tokens`: those whose KV it brought; 0 if it failed. Without a speed only failed loads count.
+        """
         if tokens and not prefill_speed:
             return
         gained = (tokens / prefill_speed if tokens else 0.0) - waited_seconds
@@ -64,7 +67,7 @@ class Benefit:
             self.lost_seconds -= gained
 
     def copied(self, direction: str, waited_seconds: float, device_seconds: float) -> None:
-        """One rank's copy, done. `waited_seconds`: from its request's arrival to its end."""
+        """Count one rank's copy that is done. `waited_seconds`: from its request's arrival to its end."""
         self.durations[direction, "copy"].observe(device_seconds)
         self.durations[direction, "queue"].observe(max(0.0, waited_seconds - device_seconds))
 
@@ -73,7 +76,7 @@ Part: TypeAlias = tuple[int, int]  # rank, object group
 
 
 class LoadWaits:
-    """Loads of an instance whose parts, one for each rank and object group, have not all ended: a request waits for the slowest.
+    """Loads of an instance of which a part has not ended. A load has a part for each rank and object group; a request waits for the slowest.
 
     A part that never begins leaves a load behind, until the same request loads again or _MOST_WAITS other loads began.
     """
@@ -84,7 +87,7 @@ class LoadWaits:
     def ended(
         self, request_id: str, part: Part, parts: int, arrived_ns: int, ended_ns: int, tokens: int
     ) -> tuple[int, float] | None:
-        """One of `parts` parts has ended; of the last one (tokens, seconds) of the load. `tokens` is 0 if the part failed."""
+        """Note the end of one of `parts` parts; for the last one return the load's (tokens, seconds). `tokens` is 0 if the part failed."""
         if parts == 1 or not request_id:  # older engines do not name their requests: rank 0's is taken for all
             return None if parts > 1 and any(part) else (tokens, (ended_ns - arrived_ns) * 1e-9)
         ended = self._loads.setdefault(request_id, {})

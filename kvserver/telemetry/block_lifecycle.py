@@ -1,12 +1,12 @@
 """Lifetimes of L0 blocks, by scheduler instance and model: a subscriber of the event bus.
 
-Owns: for each instance its metrics, one `_native.BlockLifetimes` a pool, and whether the reports are complete. Refuses to
-know: how reports travel, what a lifetime is (csrc/tables/block_lifetimes.h), how metrics are exported.
-
 The loop states with each event whether reports were lost before it (`server.report_sync`). Then the instance is out of sync:
 lifetimes end as lost, for the lost report may have had their true end. Later reports are applied all the same, as far as they
-state when a lifetime began; the gauges are right again when the full state of each pool has arrived. An engine that registers
-again, or that computed before it registered, is out of sync likewise; a new incarnation that did not has a new and empty pool.
+state when a lifetime began. The gauges are right again when the full state of each pool has arrived. An engine that registers
+again, or that computed before it registered, is out of sync likewise. A new incarnation that did not has a new and empty pool.
+
+Owns: for each instance its metrics, one `_native.BlockLifetimes` a pool, and whether the reports are complete. Refuses to know:
+how reports travel, what a lifetime is (csrc/tables/block_lifetimes.h), how metrics are exported.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _buckets(times: LifetimeHistogram) -> Buckets:
 
 
 class _Instance:
-    """One instance and model, through all its incarnations. Written by the event thread only."""
+    """An instance and model, through all its incarnations. Written by the event thread only."""
 
     def __init__(self) -> None:
         self.metrics = LifetimeMetrics(list(RESIDENCY_SECONDS))
@@ -67,7 +67,7 @@ class _Instance:
         self.request_blocks: RequestBlocks | None = None  # of the one pool of a reported source
 
     def status(self, found: LifetimeSnapshot) -> L0Status:
-        """At one moment, except for what the event thread does between two fields."""
+        """Status at one moment, except for what the event thread does between two fields."""
         return L0Status(
             allocations=found.allocations,
             reuses=found.reuses,
@@ -98,7 +98,7 @@ class _Instance:
 
 
 class BlockLifecycle(Subscriber):
-    """handle() is the event thread's; all else may be called from any thread.
+    """Subscriber that follows L0 blocks. handle() is the event thread's; any thread may call the rest.
 
     `clock` is CLOCK_MONOTONIC nanoseconds. Every pool draws the key of its sampling from `seed`.
     """
@@ -186,7 +186,7 @@ class BlockLifecycle(Subscriber):
     # ---- from any thread ----------------------------------------------------------------------
 
     def status(self, instance_id: str) -> L0Status:
-        """What `/status` shows of an instance; zeros if it is not registered."""
+        """L0 status of an instance in `/status`; zeros if it is not registered."""
         instance = self._present.get(instance_id)
         return instance.status(instance.metrics.read()) if instance is not None else L0Status()
 

@@ -1,11 +1,11 @@
-"""How long chunks are in L1, how long they are idle before eviction, how soon they are loaded again.
+"""Lifetimes of chunks in L1: how long they stay, how long they are idle before eviction, how soon they are loaded again.
 
-Of a sample of the chunks, decided once per lifetime of a chunk by a keyed hash; everything else about L1 is counted
-exactly elsewhere. Owns: the lifetimes and the histograms. Refuses to know: slots, leases, who is evicted and why. Runs in
-the bus's thread; `families()` may be called from any.
+They are measured of a sample of the chunks, decided once per lifetime of a chunk by a keyed hash. Everything else about L1 is
+counted exactly elsewhere. METRICS.md defines the words. A lifetime counts for the instance that stored the chunk, a load for the
+one that loaded it. Chunks outlive engines: what happens after the instance's series have ended counts for instance_id "".
 
-Words: METRICS.md. A lifetime counts for the instance that stored the chunk, a load for the one that loaded it. Chunks
-outlive engines: what happens after the instance's series have ended counts for instance_id "".
+Owns: the lifetimes and the histograms. Refuses to know: slots, leases, which chunk is evicted and why. Runs in the bus's thread;
+any thread may call `families()`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Which fields keep an engine from using another one's chunks.
+"""Differences between engines: the fields that keep an engine from using another one's chunks.
 
-Remembers what the namespaces of registered engines were made of, also of engines that disconnected, since chunks outlive them:
-digests of all fields and the values that are safe to show, at most MOST_BYTES in all, the oldest forgotten first.
+It remembers the fields behind the namespaces of registered engines, and of engines that disconnected, since chunks outlive them.
+It keeps digests of all fields and the values that are safe to show, at most MOST_BYTES in all. The oldest is forgotten first.
 
 Owns: that memory and the comparison. Refuses to know: chunks, requests. From one thread at a time.
 """
@@ -31,7 +31,10 @@ _decoder: msgspec.msgpack.Decoder[_Fields] = msgspec.msgpack.Decoder(_Fields)
 
 
 class Field(TypedDict):
-    """`here` is of the engine that missed. Where a value may not be shown it is "#" and the start of a digest of it."""
+    """Field in which two engines differ; `here` is of the engine that missed.
+
+    A value that may not be shown is "#" and the start of its digest.
+    """
 
     name: str
     here: str
@@ -39,7 +42,7 @@ class Field(TypedDict):
 
 
 class Difference(TypedDict):
-    """`known` is False where the engine that stored the chunk is no longer remembered."""
+    """Difference between two engines. `known` is False if the engine that stored the chunk is no longer remembered."""
 
     known: bool
     fields: list[Field]
@@ -82,7 +85,7 @@ class Differences:
             self.bytes -= oldest.bytes
 
     def between(self, here: bytes, there: bytes) -> Difference:
-        """Of the namespace of a lookup and one that has its chunk."""
+        """Difference between the namespace of a lookup and one that has its chunk."""
         if self._last is None or self._last[:2] != (here, there):
             self._last = here, there, self._compare(here, there)
         return self._last[2]

@@ -1,8 +1,8 @@
-"""What became of the last requests: how many of their tokens were found where, what was missing first, and why.
+"""Explanations of the last requests: how many of their tokens were found where, what was missing first, and why.
 
-Remembers at most MOST_REQUESTS requests in MOST_BYTES, the oldest forgotten first; the keys of the last evicted chunks in
-MOST_EVICTED_BYTES, to state when a missing one was evicted; and what namespaces are made of (`differences`). A request begins
-with its first lookup, or with its end where no lookup of it is known.
+It remembers at most MOST_REQUESTS requests in MOST_BYTES, and forgets the oldest first. To state when a missing chunk was evicted
+it keeps the keys of the last evicted chunks in MOST_EVICTED_BYTES. `differences` has the fields behind namespaces. A request
+begins with its first lookup, or with its end where no lookup of it is known.
 
 Owns: that memory, the search by the client's id and the order of the worst. Refuses to know: what follows of a record
 (`explain_facts`), HTTP. Written in the bus's thread, read from any.
@@ -53,7 +53,7 @@ _ADDED = re.compile(r"(?:[-_]\d+)?(?:-[0-9a-f]{8})?")
 
 
 class _Stored(NamedTuple):
-    """What an engine stores, in tokens; 0 if that is not known."""
+    """Tokens that an engine stores; 0 if that is not known."""
 
     chunk_tokens: int = 0
     block_tokens: int = 0  # the fewest that it could
@@ -105,9 +105,9 @@ class Explain(Subscriber):
         return self._facts((found or begun)[:most])
 
     def worst(self, seconds: float, most: int, instance_id: str = "") -> list[Facts]:
-        """Those begun in the last so many seconds: most avoidable tokens first, then most computed ones, then the newest.
+        """Requests begun in the last so many seconds, the worst first; of one instance, if it is named.
 
-        Of one instance, if it is named.
+        Order: most avoidable tokens first, then most computed ones, then the newest.
         """
         since_ns = self._clock_ns() - int(seconds * 1e9)
         with self._lock:
@@ -134,7 +134,7 @@ class Explain(Subscriber):
             )
 
     def attributes(self, instance_id: str, request_id: str) -> Mapping[str, str | int | list[str]]:
-        """Of the newest request of that id, for its span."""
+        """Attributes for the span of the newest request of that id."""
         with self._lock:
             request = self._newest.get((instance_id, request_id))
         if request is None:
@@ -270,7 +270,7 @@ def _after_fill(lookup: LookupEnded, had: int) -> LookupEnded:
 
 
 def _evicted_before(request: Request, evicted: Sequence[ChunksEvicted]) -> float | None:
-    """How many seconds before its lookup the first missing chunk was evicted; None if that is not known, or not the reason."""
+    """Seconds between the eviction of the first missing chunk and the lookup; None if unknown, or not the reason."""
     lookup, missing = request.lookup, request.missing
     if lookup is None or missing is None or missing[1] is not MissReason.EVICTED or not lookup.outcome.missing_key:
         return None
@@ -283,8 +283,10 @@ def _evicted_before(request: Request, evicted: Sequence[ChunksEvicted]) -> float
 
 
 def _fit(request_id: str, client_id: str) -> bool | None:
-    """Whether this is the engine's name for the client's request: True if the client's id is in it whole, False if it only
-    begins so, None if it does not."""
+    """Match of the client's id with the engine's name for a request.
+
+    True if the name has the client's id whole, False if the name only begins with it, None otherwise.
+    """
     begin = match.end() if (match := _SAMPLE.match(request_id)) else 0
     starts = {0, begin}
     if kind := _KIND.match(request_id, begin):

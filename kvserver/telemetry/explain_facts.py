@@ -1,15 +1,17 @@
-"""What is known of one request, and what follows of it: tokens by tier, the first missing chunk, the outcome.
+"""Facts of one request: tokens by tier, the first missing chunk, the outcome.
+
+Tokens:
+- `l2` are those that were read from L2 into L1 for the request and then loaded, `l1` the other loaded ones.
+- `computed` is None while the engine has not reported the request's end, or where its adapter is too old to report tokens. Then
+  `l1` is what loads copied and `l0` is None.
+- `avoidable` counts the computed tokens that were in L1, are in L1 for others or had been there. These are the tokens found and
+  not loaded, and the missed ones except those never stored. The prompt's last token never counts: engines compute it in any case.
+
+An engine may be wrong about its prompt, and a preempted request looks up its answer, too. So looked up tokens count up to the
+prompt's end.
 
 Owns: the record of a request, and what `/explain` and spans show of it. Refuses to know: how many are remembered (`explain`),
 sentences (`explain_text`).
-
-Tokens: `l2` are those that were read from L2 into L1 for the request and then loaded, `l1` the other loaded ones. `computed` is None
-while the engine has not reported the request's end, or where its adapter is too old to report tokens; then `l1` is what loads
-copied and `l0` is None. `avoidable` counts the computed tokens that were in L1, are in L1 for
-others or had been there: all that were looked up and missed but those never stored, and those found and not loaded; never
-the prompt's last one, which engines compute in any case.
-
-An engine may be wrong about its prompt, and a preempted request looks up its answer, too: what was looked up counts up to the prompt's end.
 """
 
 from __future__ import annotations
@@ -99,7 +101,7 @@ class Facts(TypedDict):
 
 @dataclass(slots=True)
 class RankLoad:
-    """All loads of one rank for one request."""
+    """Loads of one rank for one request."""
 
     rank: int
     began: int = 0
@@ -171,7 +173,7 @@ class Request:
         return next(codes, "failed" if reported else "")
 
     def missed_tokens(self) -> dict[str, int]:
-        """By reason, that of the first missing token first: with what was found, the whole prompt."""
+        """Missed tokens by reason, that of the first missing token first. Together with the found ones they are the whole prompt."""
         lookup, prompt = self.lookup, self.prompt_tokens
         if lookup is None:
             least = self.block_tokens if self.tails else self.chunk_tokens
@@ -210,7 +212,7 @@ class Request:
         return tokens
 
     def outcome(self, tokens: Tokens) -> str:
-        """One of OUTCOMES."""
+        """Outcome of the request, one of OUTCOMES."""
         if self.failure:
             return "load_failed"
         if self.ended is None:

@@ -1,4 +1,4 @@
-"""One request in words: the sentence that states why tokens were computed, and what would change that.
+"""A request in words: the sentence that states why tokens were computed, and what would change that.
 
 Owns: the sentences, one for each reason and outcome. Refuses to know: how the facts are found (`explain_facts`).
 """
@@ -67,7 +67,7 @@ _NO_LOOKUP = (
 
 
 def verdict(facts: Facts) -> str:
-    """One sentence."""
+    """Verdict on the request in one sentence."""
     tokens = facts["tokens"]
     if tokens["computed"] is not None:
         share = f"{tokens['computed']:,} of {tokens['prompt']:,} prompt tokens were computed"
@@ -137,10 +137,10 @@ def _differing(facts: Facts) -> str:
 
 
 def advice(facts: Facts) -> list[str]:
-    """What to do, of the outcome first, then for each reason why tokens were missed, most tokens first.
+    """Advice for the outcome first, then for each reason why tokens were missed, most tokens first.
 
-    Each states how many of the request's tokens it would have saved at most. What would have saved none is left out, but for a load
-    that failed: it cost time.
+    Each states how many of the request's tokens it would have saved at most. Advice that would have saved none is left out, but
+    for a load that failed: it cost time.
     """
     found = []
     match facts["outcome"]:

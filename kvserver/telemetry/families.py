@@ -34,7 +34,7 @@ class Kind(Enum):
 
 @dataclass(slots=True)
 class Family:
-    """`name` without `_total`. A point is (label values, value); there may be none."""
+    """A metric family; `name` is without `_total`. A point is (label values, value); there may be none."""
 
     name: str
     help: str
@@ -52,7 +52,7 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class Metric(Generic[T]):
-    """A family that is read from objects: `read` gives the value of one, or its values by further labels, which `by` names.
+    """Family that is read from objects: `read` gives the value of one, or its values by further labels, which `by` names.
 
     None is no value.
     """

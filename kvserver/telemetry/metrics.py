@@ -1,7 +1,9 @@
 """All metric families of one status: what every exporter sends.
 
-Owns: that each name is there once and from the start. Refuses to know: where the status comes from, and how exporters send the
-families. Works on a status that does not change, in any thread.
+Works on a status that does not change, in any thread.
+
+Owns: the rule that each name is there once and from the start. Refuses to know: where the status comes from, and how exporters
+send the families.
 """
 
 from __future__ import annotations

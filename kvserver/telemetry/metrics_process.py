@@ -15,7 +15,7 @@ _collector = ProcessCollector(registry=None)
 
 
 def process_families() -> Iterable[Family]:
-    """None where there is no /proc."""
+    """Families of this process; none where there is no /proc."""
     for metric in _collector.collect():
         family = Family(metric.name, metric.documentation, Kind(metric.type))
         for sample in metric.samples:

@@ -1,10 +1,11 @@
 """Export to an OpenTelemetry collector: the metrics, and the exporter of traces.
 
-Owns: the thread that reads the families and sends them, the exporters, the counts of what was sent and what failed. Refuses
-to know: where values come from. A collector that is down or hangs costs a counted failure: only threads of this module wait.
+A collector that is down or hangs costs a counted failure: only threads of this module wait. Only a daemon with an endpoint
+imports this module: its imports cost time and memory. Families without points are not sent: OTLP has no form for them that
+collectors accept.
 
-Only a daemon with an endpoint imports this module: its imports cost time and memory. Families without points are not
-sent: OTLP has no form for them that collectors take.
+Owns: the thread that reads the families and sends them, the exporters, the counts of what was sent and what failed. Refuses to
+know: where values come from.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ _sending = threading.Lock()
 
 
 class Delivery:
-    """Counts what was sent and what failed. An outage is logged once, and its end. Written by one thread."""
+    """Counter of sent and failed items. An outage is logged once, and its end. Written by one thread."""
 
     def __init__(self, what: str) -> None:
         self.sent = 0
@@ -105,7 +106,7 @@ class Delivery:
         self._down = False
 
     def attempt(self, send: Callable[[], bool], count: int = 1) -> bool:
-        """Whether `send` did it. Whatever it raises is a failure."""
+        """Call `send` and count the result; return whether it succeeded. Any exception is a failure."""
         _exporter_log.drain_text()
         with _sending:
             try:
@@ -167,7 +168,7 @@ def _grpc_target(endpoint: OtlpEndpoint, url: str) -> dict[str, Any]:
 
 
 def _answer_seconds() -> float:
-    """For connecting, and for the answer. In seconds, as OpenTelemetry's own exporters for Python read the variable."""
+    """Time-out for connecting, and for the answer. In seconds, as OpenTelemetry's own exporters for Python read the variable."""
     return _from_environment(OTEL_EXPORTER_OTLP_TIMEOUT, 5.0, (0.1, 300), "seconds")
 
 
@@ -183,7 +184,7 @@ def _from_environment(name: str, default: float, bounds: tuple[float, float], un
 
 
 class CountedSpans(SpanExporter):
-    """Another exporter, whose spans are counted."""
+    """Wrapper that counts another exporter's spans."""
 
     def __init__(self, exporter: SpanExporter, delivery: Delivery) -> None:
         self._exporter = exporter
@@ -217,7 +218,7 @@ def _instance_id(endpoint: str) -> str:
 
 
 class OtlpMetrics:
-    """Sends the families, at once and then every interval, from start() until close()."""
+    """Sender of the families: at once and then every interval, from start() until close()."""
 
     def __init__(self, endpoint: OtlpEndpoint, sender: Resource) -> None:
         """ConfigError if a variable of OpenTelemetry is invalid."""
@@ -275,7 +276,7 @@ class _Starts:
         self._series: dict[Series, tuple[int, float]] = {}  # of the last time: start and value
 
     def look_at(self, families: Iterable[Family], now_ns: int) -> None:
-        """These are sent now."""
+        """Note the families that are sent now."""
         seen = {}
         for family in families:
             for labels, value in family.points:

@@ -1,11 +1,11 @@
 """Blocks that an engine's requests own, for engines that report them: numbers for requests, names for contents.
 
-Owns: the number of each request that has not ended, and the content ids of engines that send tokens instead.
-Refuses to know: what becomes of the blocks (`_native.BlockLifetimes`).
+A content id of tokens is the 8-byte BLAKE2b of the previous id, in the same request and group, and the block's tokens. It is
+computed from position 0 on, where the previous id is empty. Where the engine left positions out, it begins with a hash of the
+position. Then equal tokens at equal positions count as equal contents, whatever precedes them.
 
-A content id of tokens is the 8-byte BLAKE2b of the id before it, in the same request and group, and the block's
-tokens. It is taken from position 0 on, where the id before is empty; or, where the engine left positions out, from a
-hash of the position: then equal tokens at equal positions are taken for equal contents, whatever precedes them.
+Owns: the number of each request that has not ended, and the content ids of engines that send tokens instead. Refuses to know:
+what becomes of the blocks (`_native.BlockLifetimes`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""How old the chunks are that L1 and the local tiers of L2 have now: the time since each was stored.
+"""Ages of the chunks that L1 and the local tiers of L2 have now: the time from each store on.
 
-Counted are all chunks up to MOST in a tier; of more a sample by their keys, halved whenever it exceeds MOST. Owns: when
-those chunks were stored. Refuses to know: bytes, object groups but the first, remote tiers, whose stores evict without notice. Runs in
-the bus's thread; `counts()` may be called from any.
+All chunks of a tier count, up to MOST; beyond it a sample by their keys, halved whenever it exceeds MOST. Remote tiers are left
+out: their stores evict without notice.
+
+Owns: the times at which those chunks were stored. Refuses to know: bytes, object groups but the first, remote tiers. Runs in the
+bus's thread; any thread may call `counts()`.
 """
 
 from __future__ import annotations
@@ -36,7 +38,10 @@ _ALL = 1 << 32
 
 
 class AgeCounts(Struct, frozen=True):
-    """`counts[i]`: chunks not older than `bounds[i]` seconds, the last one beyond all; `unknown` are in none of them."""
+    """Counts of chunks by age.
+
+    `counts[i]`: chunks not older than `bounds[i]` seconds, the last one beyond all; `unknown` are in none of them.
+    """
 
     bounds: tuple[float, ...] = AGE_SECONDS
     counts: list[int] = []
@@ -134,6 +139,6 @@ class ResidentAges(Subscriber):
                 self._l2.clear(event.namespace)
 
     def counts(self) -> dict[str, AgeCounts]:
-        """By tier: "l1", and "l2" for the local tiers of L2 together."""
+        """Counts by tier: "l1", and "l2" for the local tiers of L2 together."""
         now_ns = self._clock()
         return {"l1": self._l1.counts(now_ns), "l2": self._l2.counts(now_ns)}

@@ -21,14 +21,14 @@ _REGISTERING = ("Hello", "RegisterWorker")
 
 @dataclass(frozen=True, slots=True)
 class RpcCounts:
-    """At one moment: times by type of request, errors by code and type."""
+    """Counts at one moment: times by type of request, errors by code and type."""
 
     times: dict[str, Buckets]
     errors: dict[tuple[str, str], int]
 
 
 class Rpc:
-    """How long requests took from their arrival to their reply, and which errors were sent, both by TYPES."""
+    """Times of requests from their arrival to their reply, and errors that were sent, both by TYPES."""
 
     def __init__(self) -> None:
         self._times: defaultdict[str, Histogram] = defaultdict(partial(Histogram, WAIT_SECONDS))

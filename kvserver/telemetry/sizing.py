@@ -1,7 +1,8 @@
-"""The advice on L1's size: what a larger L1 would have found that L1 and L2 together did not, and what reads from L2 cost.
+"""Advice on L1's size: what a larger L1 would have found that L1 and L2 together did not, and what reads from L2 cost.
 
-L2 may serve already what a larger L1 would have: without it the advice was an L1 four times as large for 0.1% more. What is
-read from L2 is waited for, so the advice states those seconds, and how many of them a larger L1 would have spared.
+L2 may already serve what a larger L1 would find. Without that comparison the advice would be an L1 four times as large for 0.1%
+more. But requests wait for reads from L2. So the advice states those seconds, and how many of them a larger L1 would have
+spared.
 
 Owns: the sentences. Refuses to know: how the curve is counted (`what_if`), tiers.
 """

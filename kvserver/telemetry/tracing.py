@@ -1,11 +1,10 @@
-"""A span for each traced request, with children for its lookups, stores and loads, and in those for the copy.
+"""Spans: one for each traced request, with children for its lookups, stores and loads, and in those for the copy.
 
-A request begins with its first lookup, whose trace context is the parent, and ends when the engine reports its end or disconnects;
-its span has what `explain` knows of it then. A copy that was refused is a child without a duration.
-Copies that end later still belong to it. What is not sampled is not remembered.
+A request begins with its first lookup, whose trace context is the parent. It ends when the engine reports its end or disconnects;
+its span has the facts of `explain` at that time. Copies that end later still belong to it. A copy that was refused is a child
+without a duration. Requests that are not sampled are not remembered.
 
-Owns: the open requests, the span processor. Refuses to know: how spans get to the collector (`otlp`). Runs in the bus's
-thread.
+Owns: the open requests, the span processor. Refuses to know: how spans get to the collector (`otlp`). Runs in the bus's thread.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ class Traces(Subscriber):
                     self.exemplars[family] = {at: of for at, of in found.items() if at[0] != event.instance_id}
 
     def close(self) -> None:
-        """What is open ends here. Sends what waits; gives up after CLOSE_SECONDS."""
+        """End open requests and send waiting spans; give up after CLOSE_SECONDS."""
         for name in list(self._requests):
             self._end(name, time.monotonic_ns(), "the daemon stopped")
         self._requests.clear()
@@ -126,7 +125,7 @@ class Traces(Subscriber):
             self._child(request, "lookup", event.began_ns, event.time_ns, found)
 
     def _begin(self, name: tuple[str, str], event: LookupEnded, found: Mapping[str, int]) -> _Request | None:
-        """None if it is not sampled."""
+        """Span of a request that begins with this lookup; None if it is not sampled."""
         wall_ns = time.time_ns() - time.monotonic_ns()
         span = self._tracer.start_span(
             "request",
@@ -184,7 +183,7 @@ class Traces(Subscriber):
         failure: str = "",
         parent: Span | None = None,
     ) -> Span:
-        """Of the request, or of another child of it."""
+        """Child span of the request, or of another child of it."""
         context = set_span_in_context(parent or request.span)
         span = self._tracer.start_span(name, context, attributes=attributes, start_time=began_ns + request.wall_ns)
         if failure:

@@ -1,15 +1,22 @@
-"""What more memory would give: the tokens that lookups would have found in an L1 of other sizes.
+"""Effect of more memory: the tokens that lookups would have found in an L1 of other sizes.
 
-Owns: what is known of namespaces and of instances' groups, and the lookups whose request has not ended. Refuses to know: the order of
-chunks (`csrc/tables/what_if.h`), what L1 has. Runs in the bus's thread; `status()` may be called from any.
+**It models L1's policy**, lru or slru; any other policy as LRU. LRU is exact but for the differences below. The order in which
+slru demoted chunks is known within a few hundredths of the cache.
 
-**It models L1's policy**, lru or slru; of another one, LRU. LRU is exact, but for these; slru's order of what it demoted is known within a few
-hundredths of the cache. L1 does not evict chunks that requests lease; single blocks of tails are as old as their store, in L1
-as the chunk before them, and count where a size's hit ends at L1's own; chunks of a namespace that was cleared still count as used after older
-ones until they are older themselves; a store's chunks that were resident already are not used again; what
-was dropped as a bus's event is not known (`kvserver_events_dropped_total`). Of hybrid models a chunk's objects age together, as in L1. A size
-that stores a chunk again has the windows and states that an engine would keep for it, where L1 or another size has them, too;
-where older chunks are sampled, those that are not in the sample count as having them.
+Differences from L1:
+- L1 does not evict chunks that requests lease.
+- Single blocks of tails are as old as their store; in L1 they are as old as the chunk before them. They count where a size's hit
+  ends at L1's own.
+- Chunks of a namespace that was cleared still count as used after older ones, until they are older themselves.
+- A store is no use of its chunks that were resident already.
+- Events that the bus dropped are missing (`kvserver_events_dropped_total`).
+
+Of hybrid models a chunk's objects age together, as in L1. A size that stores a chunk again has the windows and states that an
+engine would keep for it, where L1 or another size has them, too. Where older chunks are sampled, those that are not in the sample
+count as having them.
+
+Owns: what is known of namespaces and of instances' groups, and the lookups whose request has not ended. Refuses to know: the
+order of chunks (`csrc/tables/what_if.h`), what L1 has. Runs in the bus's thread; any thread may call `status()`.
 """
 
 from __future__ import annotations
@@ -218,7 +225,7 @@ def rules_of(groups: Sequence[ObjectGroup], chunk_tokens: int, boundary_interval
 
 
 def merge_what_if(daemons: Sequence[WhatIfStatus]) -> WhatIfStatus:
-    """Of a fleet: each size as the daemons' sum; unlimited as one storage for all, where a chunk is missed once.
+    """Merge the statuses of a fleet: each size as the daemons' sum; unlimited as one storage for all, where a chunk is missed once.
 
     Daemons whose L1 was cleared a different number of times do not recognize each other's chunks.
     """

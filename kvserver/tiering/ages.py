@@ -1,8 +1,9 @@
-"""What lookups found in L1 makes its copies in L2 young, too: else a prompt that is always an L1 hit would leave L2 first.
+"""Keeps objects that lookups find in L1 young in L2 as well: else a prompt that is always an L1 hit would leave L2 first.
+
+A lookup costs one entry here. Prompts beyond a second's share are left out: a prompt that is often found comes again.
 
 Owns: the prompts found in the last second, and how many of their objects are made young in one turn and in one second. Refuses to
-know: how a tier orders what it has. A lookup costs one entry here; prompts beyond a second's share are left out: what is
-often found comes again.
+know: how a tier orders what it has.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class _Found(NamedTuple):
 
 
 class Ages:
-    """REQUIRES: the loop's thread uses it."""
+    """Prompts to make young. REQUIRES: the loop's thread uses it."""
 
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
@@ -52,7 +53,7 @@ class Ages:
         self._found, self._room, self._chunks_left = {}, _MOST_CHUNKS, _MOST_CHUNKS
 
     def step(self) -> bool:
-        """At the end of a turn: make some objects young, those of a prompt from its end on. True while there is more."""
+        """Make some objects young at the end of a turn, those of a prompt from its end on. True while there is more."""
         left = _CHUNKS_PER_TURN
         while self._due and left > 0 and self._chunks_left > 0:
             prompt = self._due.popleft()

@@ -1,13 +1,13 @@
-"""L2Events: publishes what the local tiers of L2 hold together: an object is stored when the first of them has it, and removed
-when none has it any more.
+"""Publishes what the local tiers of L2 hold together: an object is stored when the first has it, and removed when none has it.
 
-Tiers that other daemons write to are left out: their stores drop objects without notice.
+Tiers that other daemons write to are left out: their stores drop objects without notice. A resync publishes what a tier found at
+its start, and what tiers hold when one of them becomes readable or unreadable.
 
-What a tier found at its start, and what tiers hold when one of them can or cannot be read any more, is published by a resync.
-Whether a running resync has named an object already is not known, so a change meanwhile is published as a removal, and a
-store if a tier holds the object, and the resync names it no more: a slice was copied from the tier before the changes that are published ahead of it.
+While a resync runs, it is not known whether it has named an object already. So a change of an object is published as a removal,
+and as a store if a tier holds the object. The resync then leaves that object out: a slice was copied from the tier before the
+changes that are published ahead of it.
 
-Owns: the changes of this turn. Refuses to know: who receives the events, what is in L1. In memory only.
+Owns: the changes of this turn. Refuses to know: which part receives the events, what is in L1. In memory only.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SHARE = 8  # of the queue of events: what a tier has may be as much as 300 MB o
 
 
 class L2Events:
-    """REQUIRES: the loop's thread uses it."""
+    """Events of the local tiers. REQUIRES: the loop's thread uses it."""
 
     def __init__(self, tiers: Sequence[LocalTier], bus: Bus, clock: Callable[[], float] = time.monotonic) -> None:
         self._tiers, self._bus, self._clock = list(tiers), bus, clock
@@ -39,7 +39,7 @@ class L2Events:
             tier.watch(partial(self._changed, place))
 
     def present(self, namespace: bytes, groups: int, keys: bytes) -> tuple[bytes, ...]:
-        """For each of so many groups those of the keys whose objects are in a tier; () if there are no tiers."""
+        """Keys whose objects are in a tier, for each of so many groups; () if there are no tiers."""
         if not any(self._readable):
             return ()
         places = range(len(keys) // KEY_BYTES)
@@ -63,7 +63,7 @@ class L2Events:
             self._bus.publish(L2Cleared(self._now_ns(), prefix))
 
     def step(self) -> bool:
-        """At the end of a turn: publish what has changed, or a slice of a resync. True if there is more to do at once."""
+        """Publish what has changed, or a slice of a resync, at the end of a turn. True if there is more to do at once."""
         if not self._tiers:
             return False
         self.publish()
@@ -99,7 +99,7 @@ class L2Events:
                 yield L2Resynced(self._now_ns(), ResyncPart.SLICE, namespace, unnamed, group)
 
     def _unnamed(self, walked: Sequence[LocalTier], namespace: bytes, group: int, keys: bytes) -> bytes:
-        """Those of the keys that neither the walk of a tier before nor a change has named."""
+        """Keys that neither the walk of an earlier tier nor a change has named."""
         named = self._holds(walked, namespace, group, keys)
         if not named and not self._published:
             return keys

@@ -1,4 +1,4 @@
-"""One fill: what it is for, which objects it has still to reserve, to read and to wait for.
+"""A fill: its request, and the objects that it has still to reserve, to read and to wait for.
 
 Owns: its state, and what follows from that alone. Refuses to know: when it may begin, tiers, replies (`fills`).
 """
@@ -25,7 +25,7 @@ Answer: TypeAlias = Callable[[Lookup, int], LookupReply]
 
 
 class Work(enum.Enum):
-    """What one turn of the loop does for one fill."""
+    """Work of one turn of the loop for one fill."""
 
     PLAN = enum.auto()
     RESERVE = enum.auto()  # one batch
@@ -44,7 +44,7 @@ class FillBatch:
 
 @dataclass(slots=True)
 class Filled:
-    """What an ended fill has read."""
+    """Result of an ended fill: what it has read."""
 
     bytes: int  # that its request has not loaded
     tokens: int
@@ -85,13 +85,13 @@ class Fill:
 
     @property
     def only_chunks(self) -> bool:
-        """Each of its objects is of use with those before it alone: no window or state must be there as well."""
+        """True if each of its objects is of use with those before it alone: no window or state must be there as well."""
         specs = self.worker.spec.object_groups
         return len(specs) == 1 and specs[0].kind == "full"
 
     @property
     def waits(self) -> bool:
-        """What it has still to do does not depend on other fills and stores alone."""
+        """True if it has work of its own left; False if it depends on other fills and stores alone."""
         return bool(self.probes or self.todo or self.reserved or self.reading)
 
 

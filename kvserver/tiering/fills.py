@@ -1,21 +1,21 @@
 """Fills: objects that a prompt needs are read from L2 into L1 before its engine computes them.
 
-Owns: the fills under way and those that wait for room, the bound on the memory of both, and the one reply of each. Refuses to
-know: how a tier reads (`l2`), which probes are waited for (`probes`), which hit is the greatest and whether it is worth reading
-(`presence`), the reply's content (`lookups`).
-
 A fill reserves slots for all that it will read, or is cut to a hit whose objects fit. Then it reads in batches, windows and
-states before the chunks of the body. A batch becomes READY when its reads have ended, those whose reads failed left out, and
-its chunks stay pinned until the fill ends: then the request leases what L1 has and gets its reply, in one step. A fill ends
-when all is read, at its deadline, when its request, engine or namespace ends. Reads that run then are cancelled; their pages
-stay allocated until their tickets end.
+states before the chunks of the body. A batch becomes READY when its reads have ended; objects whose reads failed are left out.
+Its chunks stay pinned until the fill ends. Then the request leases what L1 has and gets its reply, in one step. A fill ends when
+all is read, at its deadline, or when its request, engine or namespace ends. Reads that run then are cancelled; their pages stay
+allocated until their tickets end.
 
 A turn of the loop plans one fill, reserves one batch, or begins to read one: other requests are answered between.
 
-Bytes of fills under way, and of fills whose request has not loaded them yet, are at most an eighth of L1, or 256 MiB if that is
-more, but never more than three quarters of L1: else waiting requests would evict what others are about to load. A fill that
-finds no room waits for its turn, and fills that have room overtake it for half of its time. A fill that never fits is cut to the
-greatest hit that does.
+Fills need a bound, or waiting requests would evict what others are about to load. Counted are the bytes of fills under way, and
+of fills whose request has not loaded them yet. They are at most an eighth of L1, or 256 MiB if that is more, but never more than
+three quarters of L1. A fill that finds no room waits for its turn, and fills that have room overtake it for half of its time. A
+fill that never fits is cut to the greatest hit that does.
+
+Owns: the fills under way and those that wait for room, the bound on the memory of both, and the one reply of each. Refuses to
+know: how a tier reads (`l2`), which probes are waited for (`probes`), which hit is the greatest and whether it is worth reading
+(`presence`), the reply's content (`lookups`).
 """
 
 from __future__ import annotations
@@ -42,14 +42,15 @@ _MIB = 1 << 20
 def memory_bound(l1_bytes: int) -> int:
     """Bytes that fills may occupy before their requests have loaded them.
 
-    An eighth of an L1 of 2 GiB or more; three quarters of one so small (341 MiB) that it is a window on L2, where a single
-    prompt must fit; 256 MiB between the two.
+    - L1 of 2 GiB or more: an eighth of it.
+    - L1 of 341 MiB or less: three quarters. It is a window on L2, where a single prompt must fit.
+    - Between the two: 256 MiB.
     """
     return max(l1_bytes // 8, min(l1_bytes // 4 * 3, 256 * _MIB))
 
 
 class Fills:
-    """REQUIRES: the loop's thread uses it."""
+    """Fills of the daemon. REQUIRES: the loop's thread uses it."""
 
     def __init__(
         self,
@@ -77,14 +78,14 @@ class Fills:
 
     @property
     def used_bytes(self) -> int:
-        """What counts for the bound."""
+        """Bytes that count for the bound."""
         return sum(fill.bytes for fill in self._fills.values() if fill.began) + sum(
             filled.bytes for filled in self._filled.values()
         )
 
     @property
     def next_due_ns(self) -> int | None:
-        """When the next fill must be answered."""
+        """Time at which the next fill must be answered; None without fills."""
         return min((fill.due_ns for fill in self._fills.values()), default=None)
 
     # ---- begin and end ------------------------------------------------------------------------
@@ -160,7 +161,7 @@ class Fills:
             filled.bytes = 0
 
     def tick(self) -> None:
-        """What was read for requests that never ended counts no longer than their leases."""
+        """Stop counting bytes that were read for requests that never ended, once their leases have ended."""
         now = self._clock()
         while self._filled and (owner := next(iter(self._filled))) and self._filled[owner].deadline <= now:
             del self._filled[owner]
@@ -181,7 +182,7 @@ class Fills:
     # ---- reserving ----------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """At the end of a turn: answer what is due or done; then plan one fill, reserve one batch or begin its reads.
+        """Answer what is due or done at the end of a turn; then plan one fill, reserve one batch or begin its reads.
 
         True while there is more to do at once.
         """
@@ -262,7 +263,7 @@ class Fills:
     # ---- reading ------------------------------------------------------------------------------
 
     def _has_room(self, fill: Fill, batch: FillBatch) -> bool:
-        """Whether no object of the batch would have to wait for a read of another one."""
+        """True if no object of the batch would have to wait for a read of another one."""
         group, keys = batch.coverage.group, b"".join([chunk.key for chunk in batch.plan.chunks])
         known = free = 0
         for tier, bits in enumerate(self._tiers.present(fill.namespace, group, keys, fill.durability)):

@@ -1,6 +1,8 @@
-"""How far a hit would go if L1 had what the tiers of L2 hold, which objects it lacks for that, and whether they are worth reading.
+"""Presence: how far a hit would go with the objects of L2's tiers, which of them L1 lacks, and whether they are worth reading.
 
-Owns: that search, and the comparison of reading with computing. Refuses to know: how objects are brought (`fills`). In memory only; nothing here changes state.
+In memory only; nothing here changes state.
+
+Owns: that search, and the comparison of reading with computing. Refuses to know: how objects are brought (`fills`).
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from kvserver.tiering.tiers import Tiers
 
 @dataclass(frozen=True, slots=True)
 class MissingObjects:
-    """Objects of one group that L1 lacks. `places`: of their keys, ascending."""
+    """Objects of one group that L1 lacks. `places`: indexes of their keys, ascending."""
 
     group: int
     places: tuple[int, ...]
@@ -36,7 +38,7 @@ class Attainable:
 
 @dataclass(frozen=True, slots=True)
 class InL2:
-    """What L2 adds to a hit: the chunks it would have with what is known of L2, and the most for which a fill is worth its time."""
+    """Chunks that a hit would have with L2: `known` by what is known of L2, and the `most` for which a fill is worth its time."""
 
     known: int
     most: int
@@ -44,7 +46,7 @@ class InL2:
 
 
 class Presence:
-    """REQUIRES: the loop's thread uses it."""
+    """Search over L1 and the tiers. REQUIRES: the loop's thread uses it."""
 
     def __init__(self, cache: Cache, tiers: Tiers, rates: ReadRates) -> None:
         self._cache = cache
@@ -86,7 +88,7 @@ class Presence:
     def with_l2(
         self, instance: Instance, namespace: bytes, keys: bytes, hit_chunks: int, of_variant: Durability
     ) -> InL2:
-        """What a fill could add.
+        """Chunks that a fill could add to the hit.
 
         Where other daemons write to a tier, what they wrote is not known without asking: all chunks could be there.
         """
@@ -105,7 +107,7 @@ class Presence:
         return InL2(known, most)
 
     def is_slow(self, instance: Instance, chunks: int, reads: Sequence[TierReads]) -> bool:
-        """Whether the engine is expected to compute the chunks before they are read; False if either time is not known."""
+        """True if the engine is expected to compute the chunks before they are read; False if either time is not known."""
         speed, seconds = instance.expected_speed, self._rates.expected_seconds(reads)
         return (
             bool(speed) and seconds is not None and chunks * instance.any_worker().spec.chunk_tokens < seconds * speed

@@ -1,11 +1,11 @@
 """Probes of the tiers that other daemons write to, and which of them a request waits for.
 
+A request that waits for a probe pays the store's latency, even if the store has nothing. So it waits only if that costs less than
+the prefill which probes of this tier are expected to save, or than a small share of its own prefill. Any other probe runs beside
+the prefill. Its answers serve the next request with these keys, and show whether probes are worth their time again.
+
 Owns: what the last probes of each tier took and found, and the number that run beside a prefill. Refuses to know: which hit
 follows from the answers (`presence`), and how a tier finds them (`l2`).
-
-A request that waits for a probe pays the store's latency, also where the store has nothing. So it waits only if that costs less
-than the prefill which probes of this tier are expected to save, or than a small share of its own prefill. Any other probe runs
-beside the prefill: its answers serve the next request with these keys, and teach whether probes are worth their time again.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ProbeWorth:
 
 
 class Probes:
-    """REQUIRES: the loop's thread uses it."""
+    """Probes of all tiers. REQUIRES: the loop's thread uses it."""
 
     def __init__(self, tiers: Tiers, clock: Callable[[], float]) -> None:
         self._tiers, self._clock = tiers, clock

@@ -1,11 +1,11 @@
-"""How fast the tiers of L2 are read, as measured, and how long a fill would take.
+"""Read rates of L2's tiers, as measured, and how long a fill would take.
+
+A rate is bytes over the time in which at least one read was under way. It belongs to the mean number of reads at once. If a fill
+would have more at once, the rate is assumed to grow with them: a wrong assumption is corrected by the fill's own reads. A rate
+that is too low would keep fills away and never be measured again. For that reason a measurement is forgotten after a while, too.
 
 Owns: what was measured of each tier's last reads, and the bytes that fills have still to read from it. Refuses to know: which
 objects those are, and whether a fill is worth its time (`presence`).
-
-A rate is bytes over the time in which at least one read was under way, and belongs to the mean number of reads at once. Where
-a fill would have more at once, the rate is taken to grow with them: a hope that is wrong is corrected by the fill's own reads,
-while what keeps fills away would never be measured again. For that reason a measurement is forgotten after a while, too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FORGOTTEN_SECONDS = 60.0  # after the last read
 
 
 class TierReads(NamedTuple):
-    """What a fill would read from one tier."""
+    """Reads of a fill from one tier."""
 
     objects: int
     bytes: int
@@ -78,7 +78,7 @@ class _Tier:
 
 
 class ReadRates:
-    """By the places of the tiers. REQUIRES: one thread uses it."""
+    """Rates by the places of the tiers. REQUIRES: one thread uses it."""
 
     def __init__(self, tiers: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._tiers = [_Tier() for _ in range(tiers)]
@@ -105,7 +105,7 @@ class ReadRates:
 
     @property
     def queued_bytes(self) -> int:
-        """Of all tiers; 0 without fills."""
+        """Bytes still to read from all tiers; 0 without fills."""
         return sum(tier.queued_bytes for tier in self._tiers)
 
     def bytes_per_second(self, tier: int) -> float:
@@ -113,7 +113,7 @@ class ReadRates:
         return self._tiers[tier].rate(self._clock())
 
     def expected_seconds(self, reads: Sequence[TierReads]) -> float | None:
-        """Until a fill has read this from each tier, behind what is queued; None if a tier's rate is not known."""
+        """Seconds until a fill has read this from each tier, behind what is queued; None if a tier's rate is not known."""
         now, longest = self._clock(), 0.0
         for tier, part in zip(self._tiers, reads, strict=True):
             if part.objects:

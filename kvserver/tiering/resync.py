@@ -21,7 +21,7 @@ Resynced: TypeAlias = L1Resynced | L2Resynced
 
 @dataclass
 class Resync:
-    """`walk` yields the slices: each has what the tier holds when it is taken. At most a `share`-th of the bus's queue is used."""
+    """A resync. `walk` yields the slices: each has what the tier holds when it is taken. At most a `share`-th of the bus's queue is used."""
 
     kind: type[L1Resynced] | type[L2Resynced]
     walk: Callable[[], Iterator[Resynced]]

@@ -1,17 +1,18 @@
 """Spill: READY objects are written behind from L1 to the tiers of L2.
 
-Owns: the queue of each tier, what is admitted to it, and its rate. Refuses to know: how a tier stores objects (`l2`), and
-what is read back (`fills`).
+Not every object is offered to every tier:
+- Objects that no later start of an engine can find are offered to no tier.
+- Objects that must stay on this machine are offered to no tier that machines share.
+- A tier with `read_only=true` is offered nothing.
 
-What no later start of an engine can find is offered to no tier, and what must stay on this machine to none that machines share.
-A tier with `read_only=true` is offered nothing.
+A queued object is not pinned: eviction never waits for storage. An object that left L1 before its turn is dropped and counted. It
+is pinned from its turn until its put ends. Keys are queued in the order of a prompt, so that parents are written first. A dropped
+object takes with it what is queued behind it by then, and nothing that is offered later. A later load offers all of it again.
 
-A queued object is not pinned: eviction never waits for storage, an object that left L1 before its turn is dropped and
-counted. It is pinned from its turn until its put ends. Keys are queued in the order of a prompt, so that parents are written
-first. A dropped object takes with it what is queued behind it by then, and nothing that is offered later. A later load
-offers all of it again.
+A tier may not be writable at first, as while it reads its journal. What is offered until then waits in its queue.
 
-Until a tier can be written to for the first time, as while it reads its journal, what is offered waits in its queue.
+Owns: the queue of each tier, what is admitted to it, and its rate. Refuses to know: how a tier stores objects (`l2`), and what is
+read back (`fills`).
 """
 
 from __future__ import annotations
@@ -73,14 +74,14 @@ class _Queue:
     credited_ns: int = 0
 
     def opens(self) -> bool:
-        """Nothing could be written to the tier yet, and that may change."""
+        """True while nothing could be written to the tier yet, and that may change."""
         if not self.has_opened:
             self.has_opened = self.configured.tier.state not in ("opening", "unavailable")
         return not self.has_opened
 
 
 class Spill:
-    """REQUIRES: the loop's thread uses it."""
+    """Queues of the tiers. REQUIRES: the loop's thread uses it."""
 
     def __init__(
         self, cache: Cache, tiers: Tiers, rates: ReadRates, clock: Callable[[], float] = time.monotonic
@@ -98,7 +99,7 @@ class Spill:
 
     @property
     def ends(self) -> bool:
-        """Whether all that waits for an open tier has had its turn."""
+        """True if all that waits for an open tier has had its turn."""
         return not any(queue.waiting and not queue.opens() for queue in self._queues)
 
     @property
@@ -121,7 +122,7 @@ class Spill:
     def loaded(
         self, namespace: bytes, coverage: Coverage, durability: Durability, chunks: Sequence[Chunk], may_write: bool
     ) -> None:
-        """These objects were loaded: a tier that has them keeps them, and they are offered to the others if these may be written to."""
+        """Note loaded objects: a tier that has them keeps them, and the other tiers that may be written to are offered them."""
         keys = b"".join([chunk.key for chunk in chunks])
         present = self._tiers.present(namespace, coverage.group, keys, durability)
         for queue, in_l2 in zip(self._queues, present, strict=True):
@@ -152,7 +153,7 @@ class Spill:
     # ---- writing ------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """At the end of a turn: begin puts. True while there is more to do at once."""
+        """Begin puts at the end of a turn. True while there is more to do at once."""
         more = False
         now_ns = int(self._clock() * 1e9)
         for place, queue in enumerate(self._queues):

@@ -1,4 +1,4 @@
-"""L2 by one face: what the loop, lookups and copies report to the storage behind L1, and request of it.
+"""L2 by one face: reports and requests of the loop, lookups and copies to the storage behind L1.
 
 Owns: the contract, and its null object: a daemon without `--l2` has NoStorage. Refuses to know: tiers (`tiered`).
 """
@@ -19,14 +19,14 @@ from kvserver.tiering.tiers import Tiers
 
 
 class Storage(Protocol):
-    """REQUIRES: the loop's thread uses it. Nothing waits for a tier, but drain()."""
+    """Storage behind L1. REQUIRES: the loop's thread uses it. Nothing waits for a tier, but drain()."""
 
     tiers: Tiers  # empty without `--l2`
 
     # ---- requests -----------------------------------------------------------------------------
 
     def present(self, namespace: bytes, groups: int, keys: bytes) -> tuple[bytes, ...]:
-        """For each of so many groups those of the keys whose objects local tiers hold; () if there are no such tiers."""
+        """Keys whose objects local tiers hold, for each of so many groups; () if there are no such tiers."""
 
     def found(self, instance: Instance, namespace: bytes, keys: bytes, hit_chunks: int, durability: Durability) -> InL2:
         """Note that L1 has the first `hit_chunks`; returns what a fill could add. `durability`: of the variant."""
@@ -46,13 +46,13 @@ class Storage(Protocol):
     def loaded(
         self, namespace: bytes, coverage: Coverage, durability: Durability, chunks: Sequence[Chunk], may_write: bool
     ) -> None:
-        """These objects were loaded: a tier that has them keeps them, and they are offered to the others if these may be written to."""
+        """Note loaded objects: a tier that has them keeps them, and the other tiers that may be written to are offered them."""
 
     def ended(self, owner: Owner) -> int:
         """The request ended: nothing more is read for it. Returns the tokens that were read for it."""
 
     def instance_ended(self, instance_id: str) -> None:
-        """So did all requests of the instance."""
+        """End the instance, and with it all its requests."""
 
     def clear(self, base: bytes, done: Callable[[str], None]) -> None:
         """Forget the namespaces with this prefix, which L1 has just forgotten; then call `done` with what failed, or ""."""
@@ -67,20 +67,20 @@ class Storage(Protocol):
         """Complete all that tiers have ended, and publish what has changed in them. Never raises."""
 
     def step(self) -> bool:
-        """At the end of a turn: a slice of the work that is left. True while there is more to do at once."""
+        """Do a slice of deferred work at the end of a turn. True while there is more to do at once."""
 
     def tick(self) -> None:
         """Once a second or so."""
 
     @property
     def next_due_ns(self) -> int | None:
-        """When the next fill must be answered."""
+        """Time at which the next fill must be answered; None without fills."""
 
     # ---- state --------------------------------------------------------------------------------
 
     @property
     def failure(self) -> str:
-        """Why a tier that the settings require cannot be used; empty while all can."""
+        """Reason why a tier that the settings require cannot be used; empty while all can."""
 
     @property
     def is_idle(self) -> bool:
@@ -90,7 +90,7 @@ class Storage(Protocol):
         """Assert the accounting of reads. REQUIRES: it is idle."""
 
     def status(self) -> list[TierStatus]:
-        """One row for each tier."""
+        """Status of each tier, one row each."""
 
     # ---- the end ------------------------------------------------------------------------------
 
@@ -105,7 +105,7 @@ class Storage(Protocol):
 
 
 class NoStorage:
-    """A daemon without `--l2`."""
+    """Storage of a daemon without `--l2`."""
 
     next_due_ns = None
     failure = ""
@@ -139,6 +139,6 @@ class NoStorage:
         return 0
 
     def _nothing(self, *_: object, **__: object) -> None:
-        """Nothing is stored, so nothing follows."""
+        """Do nothing: no object is stored."""
 
     loading = stored = loaded = instance_ended = complete = tick = audit = end_fills = close = _nothing

@@ -1,7 +1,7 @@
-"""The tiers of L2 as the loop uses them: one table of their open tickets, each with what follows from its end.
+"""Tiers of L2 as the loop uses them: one table of their open tickets, each with what follows from its end.
 
-Owns: the open tickets of all tiers. Refuses to know: which objects are written (`spill`) or read (`fills`), and how a tier
-stores them (`l2`).
+Owns: the open tickets of all tiers. Refuses to know: which objects are written (`spill`) or read (`fills`), and how a tier stores
+them (`l2`).
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ class ConfiguredTier:
         return self.tier.state == "ready" and not self.url.read_only
 
     def admits(self, durability: Durability) -> bool:
-        """Whether objects of this durability may be in the tier."""
+        """True if objects of this durability may be in the tier."""
         return durability >= (Durability.ANYWHERE if self.tier.shared else Durability.MACHINE)
 
     def timeout_ns(self, size: int) -> int:
-        """Of a put of so many bytes."""
+        """Time-out of a put of so many bytes."""
         return int(self.url.seconds_for(size) * 1e9)
 
 
 class Tiers:
-    """In the order of preference. REQUIRES: one thread uses it."""
+    """Tiers in the order of preference. REQUIRES: one thread uses it."""
 
     def __init__(self, tiers: Sequence[ConfiguredTier] = ()) -> None:
         self.all = list(tiers)
@@ -63,7 +63,7 @@ class Tiers:
 
     @property
     def failure(self) -> str:
-        """Why a tier that the settings require cannot be used; empty while all can."""
+        """Reason why a tier that the settings require cannot be used; empty while all can."""
         for each in self.all:
             if each.url.required and each.tier.state in UNUSABLE:
                 return f"the required tier {each.tier.name} of L2 is {each.tier.state}: {each.tier.failure}"
@@ -142,12 +142,12 @@ class Tiers:
     # ---- memory -------------------------------------------------------------------------------
 
     def present(self, namespace: bytes, group: int, keys: bytes, durability: Durability) -> Iterator[int]:
-        """For each tier the bits of the keys whose object it holds. In memory only."""
+        """Bits of the keys whose object a tier holds, by tier. In memory only."""
         for each in self.all:
             yield each.tier.holds(namespace, group, keys) if each.admits(durability) else 0
 
     def touch(self, namespace: bytes, group: int, keys: bytes, durability: Durability) -> None:
-        """These objects were used: those that tiers hold become their youngest, the last key first."""
+        """Make objects that were used the youngest of the tiers that hold them, the last key first."""
         for each in self.all:
             if each.admits(durability):
                 each.tier.touch(namespace, group, keys)
@@ -162,7 +162,7 @@ class Tiers:
 
     @property
     def local(self) -> list[LocalTier]:
-        """Those that know at any time all that they hold."""
+        """Tiers that know at any time all that they hold."""
         tiers = [each.tier for each in self.all]
         return [tier for tier in tiers if not tier.shared and isinstance(tier, LocalTier)]
 

@@ -1,9 +1,11 @@
 """Decides which requests to the status pages are answered.
 
-Two kinds of clients are refused. A *web page* in a browser on this machine can send requests to a loopback address as any
-program can. Its requests carry its Origin, or its own name as Host if that name was made to resolve to this address (DNS
-rebinding). *Clients on the network* can connect to an address off loopback: there every client needs a token for all
-pages but those of probes and scrapers, and the page's shell, which has a form for the token. The peer's address decides nothing: proxies and port forwarding hide it.
+Two kinds of clients are refused:
+- A *web page* in a browser on this machine can send requests to a loopback address as any program can. Its requests carry its
+  Origin. If the page's own name was made to resolve to this address (DNS rebinding), they carry that name as Host.
+- *Clients on the network* can connect to an address off loopback. There every client needs a token. Exempt are the pages of
+  probes and scrapers, and the page's shell, which has a form for the token. The peer's address decides nothing: proxies and port
+  forwarding hide it.
 
 Owns: that decision. Refuses to know: sockets, pages. Immutable: any thread may call.
 """
@@ -29,7 +31,7 @@ def is_shell(method: str, path: str) -> bool:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Becomes the answer, with this HTTP code; `reason` is also its label in the metric."""
+    """Refusal with this HTTP code; `reason` is also its label in the metric."""
 
     code: int
     reason: str
@@ -50,7 +52,7 @@ class Access:
         return not self._loopback and not self._token
 
     def refusal(self, method: str, path: str, headers: Message) -> Refusal | None:
-        """None if the request may be answered. `path` is without a query."""
+        """Refusal of the request, or None if it may be answered. `path` is without a query."""
         if method == "GET" and path in OPEN_PAGES:
             return None
         hosts = headers.get_all("Host", [])
@@ -106,7 +108,7 @@ def _name(host: str) -> str:
 
 
 def _foreign_origin(method: str, host: str, headers: Message) -> str:
-    """Why the request comes from another site; "" if it does not. Browsers always send these headers, other programs never."""
+    """Reason to believe that the request comes from another site; "" if there is none. Browsers always send these headers, other programs never."""
     for origin in headers.get_all("Origin", []):
         scheme, _, rest = origin.strip().partition("://")
         if scheme.lower() not in ("http", "https") or rest.lower() != host.lower():

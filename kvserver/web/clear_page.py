@@ -1,16 +1,19 @@
 """`POST /cache/clear`: forget all KV, or that of one instance or model.
 
-    POST /cache/clear                             all, in L1 and L2
-    POST /cache/clear?instance_id=ID              what this engine may find
-    POST /cache/clear?model_name=NAME             what engines of this model may find
-    ...&dry_run=true                              reports what would be cleared
-    ...&shared=true                               also if other engines, or machines through a tier of L2, use the same KV
+- `POST /cache/clear`: all, in L1 and L2.
+- `POST /cache/clear?instance_id=ID`: what this engine may find.
+- `POST /cache/clear?model_name=NAME`: what engines of this model may find.
+- `...&dry_run=true` reports what would be cleared.
+- `...&shared=true`: also if other engines, or machines through a tier of L2, use the same KV.
 
     {"chunks": 3, "tail_blocks": 0, "l2": [{"name", "kind", "objects", "shared"}], "instances", "models", "shared_with", "cleared"}
 
-Errors are {"error": code, "message": text}: 400 for a bad parameter, 404 for an unknown instance or model, 409 while an instance
-waits for its ranks (`not_ready`), for a model with more than 64 namespaces (`too_many`) and for KV that others use (`shared`,
-with "report"), 500 and 504 where a tier of L2 has not forgotten: it may do so later.
+Errors are {"error": code, "message": text}:
+- 400 for a bad parameter;
+- 404 for an unknown instance or model;
+- 409 while an instance waits for its ranks (`not_ready`), for a model with more than 64 namespaces (`too_many`), and for KV that
+  others use (`shared`, with "report");
+- 500 and 504 where a tier of L2 has not forgotten: it may do so later.
 
 Owns: the parameters and the form. Refuses to know: sockets, what is cleared.
 """

@@ -30,7 +30,7 @@ _BY_TOKENS = "most avoidable tokens first, then most computed tokens, then newes
 
 
 class BadParameter(Exception):
-    """Becomes a 400."""
+    """Invalid parameter, answered with a 400."""
 
 
 def answer(explain: Explain, query: str) -> tuple[int, str | bytes]:

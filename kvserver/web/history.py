@@ -1,7 +1,9 @@
 """The last hour of the daemon, for the charts of the page: a ring of samples of its counters.
 
-Owns: the ring, and when the next sample is due. Refuses to know: what a sample consists of (`server.samples`). `tick()` starts
-a sample in the loop and collects the one before; it never waits. While the loop does not answer there is no sample.
+`tick()` starts a sample in the loop and collects the previous one; it never waits. While the loop does not answer there is no
+sample.
+
+Owns: the ring, and when the next sample is due. Refuses to know: what a sample consists of (`server.samples`).
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ class Samples(NamedTuple):
 
 
 class History:
-    """REQUIRES: one thread calls tick(); any calls since()."""
+    """Ring of samples. REQUIRES: one thread calls tick(); any calls since()."""
 
     def __init__(
         self,
@@ -45,7 +47,7 @@ class History:
         self._lock = threading.Lock()  # of the ring
 
     def tick(self) -> None:
-        """To be called several times a second: begins a sample if one is due, and keeps it once it was taken."""
+        """Begin a sample if one is due, and keep it once it was taken. To be called several times a second."""
         if self._pending is not None:
             if not self._pending.done():
                 return

@@ -1,7 +1,8 @@
-"""How fast this machine copies memory: libc's memcpy, as the ceiling that the page shows copies beside.
+"""Speed of this machine's memory copies: libc's memcpy, as the ceiling that the page shows copies beside.
 
-Measured once, in a thread, when it is first requested: 64 MiB for about 0.1 s, and not where little memory is free. The interpreter's
-lock is free meanwhile. Owns: when that is measured. Refuses to know: how (`bench.timing`), and GPUs, whose copies have other ceilings.
+It is measured once, in a thread, when it is first requested: 64 MiB for about 0.1 s. It is not measured where little memory is
+free. The GIL is free meanwhile. Owns: when that is measured. Refuses to know: how (`bench.timing`), and GPUs, whose copies have
+other ceilings.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Memcpy:
         self._begun = threading.Lock()  # never released: one measurement
 
     def bytes_per_second(self) -> float | None:
-        """None unless it was measured. The first call begins that, and does not wait."""
+        """Measured speed, or None. The first call begins the measurement, and does not wait."""
         if self._begun.acquire(blocking=False):
             threading.Thread(target=self._measure, name="memcpy", daemon=True).start()
         return self._measured

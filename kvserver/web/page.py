@@ -62,7 +62,7 @@ def asset(path: str, known: str) -> tuple[int, bytes, str, dict[str, str]]:
 
 
 class Data:
-    """What `/history` shows. Any thread may call answer()."""
+    """Answer of `/history`. Any thread may call answer()."""
 
     def __init__(self, history: History, ages: ResidentAges, memcpy: Memcpy) -> None:
         self.history = history

@@ -1,12 +1,14 @@
-"""The status pages: `/status`, `/instances`, `/metrics`, `/livez`, `/readyz`, `/config`, `/kv/snapshot`, `/explain`, the page for
-people at `/` with its assets and `/history`, and the commands `POST /cache/clear`, `POST /config/serving`, `POST /audit`,
-`POST /kv/match`.
+"""Status pages, and the commands that clients send by POST.
 
-A request is read as a whole before it is answered: first its head, which `access` decides on, then its body.
+Pages: `/status`, `/instances`, `/metrics`, `/livez`, `/readyz`, `/config`, `/kv/snapshot`, `/explain`, and the page for people at
+`/` with its assets and `/history`. Commands: `POST /cache/clear`, `POST /config/serving`, `POST /audit`, `POST /kv/match`.
+
+A request is read as a whole before it is answered: first its head, which `access` decides on, then its body. A page waits a
+bounded time for the loop. If the loop does not answer, the page shows the last snapshot with its age (`stale_seconds`), and
+`/readyz` fails.
 
 Owns: the pages. Refuses to know: how snapshots and the commands' results are made, the rules of access (`access`), threads
-(`connections`). A page waits a bounded time for the loop. If the loop does not answer, the page shows the last snapshot with its age
-(`stale_seconds`), and `/readyz` fails.
+(`connections`).
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ _MOST_HEAD_BYTES = 64 << 10  # the request line and all headers
 
 
 class StatusPages(Connections):
-    """Serves in its own daemon threads from start() until close()."""
+    """Server of the pages. It serves in its own daemon threads from start() until close()."""
 
     def __init__(
         self,
@@ -146,7 +148,7 @@ class StatusPages(Connections):
         return {**self._settings, "serving": {**self._settings["serving"], **now}}
 
     def not_ready(self) -> str | None:
-        """Why this daemon should receive no traffic, or None."""
+        """Reason why this daemon should receive no traffic, or None."""
         stuck = self.kvserver.seconds_since_turn
         if stuck > STUCK_SECONDS:
             return f"the event loop has not turned for {stuck:.1f} s"
@@ -228,7 +230,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self.server.access.refusal(self._method, self._page_name, self.headers)
 
     def _read_body(self) -> Refusal | None:
-        """Only /kv/match reads a body; other pages leave it unread and end the connection."""
+        """Read the body of a request to /kv/match; other pages leave it unread and end the connection."""
         lengths = self.headers.get_all("Content-Length", [])
         if "Transfer-Encoding" in self.headers or len(lengths) > 1:
             return Refusal(

@@ -26,7 +26,7 @@ _MEDIA: dict[str, Encoding] = {"application/x-ndjson": "json", "application/msgp
 
 
 def answer(handler: BaseHTTPRequestHandler, make: MakeSnapshot | None) -> tuple[int, dict[str, Any]] | None:
-    """None if the snapshot was sent; else HTTP code and JSON to send. `make` is None if no KV events are published."""
+    """Send the snapshot and return None, or return HTTP code and JSON to send. `make` is None if no KV events are published."""
     asked = parse_qs(urlsplit(handler.path).query)
     if make is None:
         return 404, {"error": "no KV events are published: set --kv-events-endpoint"}

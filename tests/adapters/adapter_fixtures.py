@@ -54,7 +54,7 @@ def make_engine(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     ) -> Engine:
         endpoint = daemon if isinstance(daemon, str) else daemon.endpoint
         clock = time.monotonic if measures_speed else lambda: 0.0
-        monkeypatch.setattr("kvserver.adapters.vllm.scheduler.PrefillSpeed", partial(PrefillSpeed, clock))
+        monkeypatch.setattr("kvserver.adapters.vllm.reporting.PrefillSpeed", partial(PrefillSpeed, clock))
         engines.append(Engine(*configure(folder or model_folder, endpoint, **options), register, runner, gpu))
         if may_fail:
             forgiven.append(engines[-1])

@@ -305,7 +305,7 @@ class Engine:
 
     def lose_patience(self) -> None:
         """From now on it waits for a lookup as kvserver does by default: the daemon hangs."""
-        self.connector.scheduler._lookups._timeout_seconds = IMPATIENT["kvserver.lookup_timeout_ms"] / 1000
+        self.connector.scheduler._loading._lookups._timeout_seconds = IMPATIENT["kvserver.lookup_timeout_ms"] / 1000
 
     def use_free_blocks(self, prompts: int) -> set[int]:
         """Serve so many new prompts of 13 blocks at once; the blocks that requests had meanwhile."""

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 TOP = Path(__file__).parents[2]
-NEEDS_VLLM = ("hook", "groups", "walk", "questions", "order", "engine", "l2_engine")
+NEEDS_VLLM = ("hook", "groups", "walk", "engine", "l2_engine")
 
 
 def of_make_bench() -> list[str]:

@@ -71,5 +71,5 @@ MUTANTS = (
            "adapters/vllm/shortage.py", "Shortage.pass_ended", "self._passes >= PATIENCE", "False"),
     Mutant("a request whose load failed tries again and again",
            "adapters/test_failed_loads.py::test_a_request_tries_one_load_whatever_is_remembered",
-           "adapters/vllm/scheduler.py", "SchedulerHalf._load_failed", "state.give_up = True", "pass"),
+           "adapters/vllm/loading.py", "Loading.load_failed", "state.give_up = True", "pass"),
 )  # fmt: skip

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 180  # more than the tests of any mutant need on a busy machine
+SECONDS = 300  # more than the tests of any mutant need on a busy machine, with the import of vLLM
 
 # The editable install's finder would come before PYTHONPATH.
 _SITECUSTOMIZE = """import sys

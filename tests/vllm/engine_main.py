@@ -27,9 +27,9 @@ class Driver:
 
             exact_states.install()
         if not options.pop("measures_speed", True):
-            from kvserver.adapters.vllm import scheduler
+            from kvserver.adapters.vllm import reporting
 
-            scheduler.PrefillSpeed = partial(scheduler.PrefillSpeed, lambda: 0.0)
+            reporting.PrefillSpeed = partial(reporting.PrefillSpeed, lambda: 0.0)
         from vllm import LLM
 
         self.llm = LLM(**options)

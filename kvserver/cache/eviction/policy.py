@@ -1,9 +1,9 @@
-"""The contract of an eviction policy: which chunk leaves L1 next.
+"""Contract of an eviction policy: which chunk leaves L1 next.
+
+The cost of a call is bounded by the chunks that it is given, so one turn of the loop stays bounded. A policy has no clock: it
+measures age in evictions and by order. So its parameters hold for any size of L1 and any rate of requests.
 
 Owns: the order of eviction, and what it must remember of each chunk. Refuses to know: pages, and the owners of leases.
-
-No call costs more than the chunks that it is given, so one turn of the loop stays bounded. A policy has no clock: it measures age in
-evictions and by order, so that neither a larger L1 nor fewer requests need other parameters.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvserver.cache.chunk import Chunk, Namespace
 
 
 class EvictionPolicy(Protocol):
-    """REQUIRES: every chunk that is passed to a policy was made by its make_chunk()."""
+    """Order in which chunks are evicted. REQUIRES: every chunk that is passed to a policy was made by its make_chunk()."""
 
     name: str
 
@@ -23,17 +23,17 @@ class EvictionPolicy(Protocol):
         """A new chunk, not tracked: of a subclass of Chunk whose further slots are the policy's own."""
 
     def track(self, chunks: Iterable[Chunk], before: Chunk | None = None) -> None:
-        """Each chunk was stored or read: make it a candidate, in this order; before the chunk `before`, if that is tracked.
+        """Make chunks that were stored or read candidates, in this order; before the chunk `before`, if that is tracked.
 
-        Leased and pinned chunks are left out: the cache tracks them when their last lease or pin ends. Freed chunks
-        are left out, too.
+        Leased and pinned chunks are left out: the cache tracks them when their last lease or pin ends. Freed chunks are left out,
+        too.
         """
 
     def use(self, chunks: Iterable[Chunk]) -> None:
-        """As track(), and each chunk was used again: a request that had found it ended, or it is stored soon after its eviction."""
+        """Track chunks that were used again, as track(): a request that had found them ended, or they are stored soon after their eviction."""
 
     def pop_incomplete(self) -> Chunk | None:
-        """As pop_chunk(), one that is not READY and that no store fills: the cache evicts these before all others."""
+        """Pop a chunk that is not READY and that no store fills, as pop_chunk(). The cache evicts these before all others."""
 
     def pop_chunk(self) -> Chunk | None:
         """Untrack and return the READY chunk to evict next; None if none is tracked.

@@ -1,4 +1,4 @@
-"""Rings that run through the chunks themselves: no chunk has a second object for its place in an order.
+"""Rings that run through the chunks themselves: no chunk needs a second object for its place in an order.
 
 Owns: a chunk's neighbours. Refuses to know: which ring means what. A chunk is in one ring at most.
 """
@@ -11,7 +11,7 @@ from kvserver.cache.chunk import Chunk, Namespace
 
 
 class End:
-    """The end of a ring: its `younger` is the oldest chunk, its `older` the youngest."""
+    """End of a ring: its `younger` is the oldest chunk, its `older` the youngest."""
 
     __slots__ = ("older", "younger")
     older: Place
@@ -59,7 +59,7 @@ def unlink(chunk: RingChunk) -> None:
 
 
 class Rings:
-    """What all policies that order chunks in rings do alike. A chunk in any ring is tracked: those of the shares count, too."""
+    """Operations common to all policies that order chunks in rings. A chunk in any ring is tracked, also in one of the shares."""
 
     def __init__(self) -> None:
         self._incomplete = empty_ring()

@@ -1,8 +1,8 @@
-"""A protected segment (SLRU, Karedla et al. 1994): what was used again leaves L1 after what was only stored.
+"""Segmented LRU (SLRU, Karedla et al. 1994): chunks that were used again leave L1 after chunks that were only stored.
 
-New chunks are on probation. A chunk that is used again joins the protected segment, which has at most PROTECTED_SHARE of the chunks: its least
-recently used ones go back to probation, as the youngest there. Each segment is an order of last use, and every use of a chunk is one of its
-prefix, so no chunk is evicted before the chunks behind it.
+New chunks are on probation. A chunk that is used again joins the protected segment, which has at most PROTECTED_SHARE of the
+chunks. Its least recently used ones go back to probation, as the youngest there. Each segment is an order of last use. Every use
+of a chunk is a use of its prefix, so no chunk is evicted before the chunks behind it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The clears of a file tier: each ends once its generations are in the folder, durably (`generations`).
+"""Clears of a file tier. A clear ends once its generations are in the folder, durably (`generations`).
 
-Owns: the clears that wait for that, and the file's writing, one at a time. Refuses to know: what is cleared.
+Owns: the clears that wait for that, and the writing of the file, one at a time. Refuses to know: what is cleared.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvserver.l2.files.worker import FileWorker
 
 
 class FileClears:
-    """REQUIRES: one thread uses it."""
+    """Clears under way. REQUIRES: one thread uses it."""
 
     def __init__(self, known: FolderGenerations, folder: Folder, worker: FileWorker, tickets: FileTickets) -> None:
         self._generations = known

@@ -27,7 +27,7 @@ def _call(name: str, *arguments: Any) -> None:
 
 
 class Disk:
-    """Each method raises OSError as its call does."""
+    """System calls of a file tier. A method raises OSError as its call does."""
 
     calls: FileCalls | None = None
 

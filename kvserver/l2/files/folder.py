@@ -1,12 +1,13 @@
 """The folder of a file tier and its data file.
 
-Owns: who may use the folder, the locks that one daemon has on it, and how much of `size` each file may use. Refuses to know:
-what the files contain, but for the data file's first page.
+One daemon locks the folder and the file `lock` in it. NFS shows other machines only the lock of a file, and some file systems
+lock no folder.
 
-One daemon locks the folder and the file `lock` in it. NFS shows other machines the lock of a file only, and some file systems lock no folder.
+The data file's first page: magic, u32 format, u32 page bytes, u64 id, XXH3-64 of these; the rest is zero. The id ties the journal
+to the file: after the file was replaced no record of the journal counts.
 
-The data file's first page: magic, u32 format, u32 page bytes, u64 id, XXH3-64 of these; the rest is zero. The id ties the
-journal to the file: a file that was replaced has none of the journal's records.
+Owns: who may use the folder, the locks that one daemon has on it, and how much of `size` each file may use. Refuses to know: what
+the files contain, but for the data file's first page.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _NO_LOCKS = (errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EI
 
 
 class FormatError(Exception):
-    """A file is of a format of later versions; it stays untouched."""
+    """File of a later version's format. It stays untouched."""
 
 
 def journal_bytes_of(size: int) -> int:
@@ -73,7 +74,7 @@ class _Head(NamedTuple):
 
 
 class Folder:
-    """An open and locked folder, and its data file. ConfigError, naming the folder, if it cannot be used."""
+    """An open and locked folder, and its data file. Raises ConfigError, which names the folder, if it cannot be used."""
 
     def __init__(self, path: str, size: int, read_only: bool, disk: Disk) -> None:
         self.path = path
@@ -99,7 +100,7 @@ class Folder:
         return fd
 
     def lost(self) -> str:
-        """Why a restart would not find these files; "" if it would. Waits for the file system."""
+        """Reason why a restart would not find these files; "" if it would. Waits for the file system."""
         places = ((self.path, None, self.fd), ("data", self.fd, self.data.fd))
         for name, folder, fd in places:
             try:

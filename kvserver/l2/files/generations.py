@@ -1,15 +1,17 @@
 """The generation of each namespace: what a clear changes, durably.
 
-Owns: the rule which generation a namespace has, and the file `generations`. A record, its journal entry and its name in the
-index have the generation of their namespace when they were written; those of another one are never found again.
-A generation only grows, by a random number: none returns, after a clear that a crash interrupted either.
+A record, its journal entry and its name in the index have the generation that their namespace had when they were written. Those
+of another generation are never found again. A generation only grows, by a random number, so none returns, even after a clear that
+a crash interrupted.
 
-The file has a copy beside it, and the one with the greater last generation counts. So a file that was lost, damaged or replaced by an
-older one brings back nothing that was cleared, and loses nothing. That a folder as a whole was restored cannot be noticed.
+The file has a copy beside it, and the one with the greater last generation counts. So a file that was lost, damaged or replaced
+by an older one brings back nothing that was cleared, and loses nothing. A restored folder cannot be noticed.
 
-The file: magic, u32 format, u32 clears, u64 base, then for each clear u64 generation, u16 bytes, its prefix; last XXH3-64
-of all that. A later clear is a later one in the file. If neither file is whole there is a new base, so nothing that
-was cleared comes back, and nothing else either. Generations of format 1 are random ones, which do not grow.
+The file: magic, u32 format, u32 clears, u64 base, then for each clear u64 generation, u16 bytes, its prefix; last XXH3-64 of all
+that. A later clear is a later one in the file. If neither file is whole there is a new base: nothing that was cleared comes back,
+and nothing else either. Generations of format 1 are random ones, which do not grow.
+
+Owns: the rule which generation a namespace has, and the file `generations`.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ def _new_generation(last: int = 0) -> int:
 
 
 class FolderGenerations:
-    """REQUIRES: one thread uses it."""
+    """Generations of one folder. REQUIRES: one thread uses it."""
 
     def __init__(self, base: int = 0, clears: dict[bytes, int] | None = None) -> None:
         self._base = base or _new_generation()
@@ -78,7 +80,7 @@ class FolderGenerations:
 
 
 def decode(raw: bytes, name: str = NAME) -> FolderGenerations | None:
-    """None if the file is not whole. FormatError if it is of a later version."""
+    """Generations in the file; None if the file is not whole. Raises FormatError if it is of a later version."""
     if len(raw) < _HEAD.size + _SUM.size or not raw.startswith(_MAGIC):
         return None
     _, format, count, base = _HEAD.unpack_from(raw)

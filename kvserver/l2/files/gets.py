@@ -33,7 +33,7 @@ class _Get:
 
 
 class FileGets:
-    """REQUIRES: one thread uses it, the tier is open. `failed` gets the reason why the tier should be used no more."""
+    """Gets under way. REQUIRES: one thread uses it, the tier is open. `failed` gets the reason why the tier should be used no more."""
 
     def __init__(
         self,

@@ -46,7 +46,10 @@ def make_head(id: int, data_id: int) -> bytes:
 
 
 class Journal:
-    """REQUIRES: one thread uses it. OSError of a method: the file may end with a part of an entry, append no more."""
+    """An open journal. REQUIRES: one thread uses it.
+
+    After an OSError the file may end with a part of an entry: append no more.
+    """
 
     def __init__(self, folder: Folder, fd: int, id: int, size: int) -> None:
         self.id = id
@@ -67,7 +70,7 @@ class Journal:
         return journal
 
     def reserve(self) -> None:
-        """Its space, and that of the file that will replace it, as far as the file system has it and can."""
+        """Reserve the space of the journal and of the file that will replace it, if the file system can and has it."""
         try:
             self._disk.reserve(self._fd, self.capacity)
             os.close(self._open_next())

@@ -1,14 +1,14 @@
-"""The way of the index's changes into the journal.
-
-Owns: which pages of dropped records may be used again: those whose drops are in the journal (written, not fsynced).
-Compaction, when the journal has twice the bytes that its live records need, or nears its capacity. Refuses to know: tickets.
+"""Writes the index's changes to the journal.
 
 Rounds. A round is a batch of entries for the journal, then a part of a compaction, if one is under way. The next round begins
-when both have ended; what changes meanwhile waits for it. So nothing is written behind an entry that failed, and no second
-compaction begins before the first one's file is the journal.
+when both have ended; changes meanwhile wait for it. So nothing is written behind an entry that failed, and no second compaction
+begins before the first one's file is the journal.
 
 Failures. After one the journal gets no entries, until a compaction has put a new file into its place. That is tried for errors
 that may pass. Pages of dropped records wait for it.
+
+Owns: which pages of dropped records may be used again: those whose drops are in the journal (written, not fsynced). Compaction,
+when the journal has twice the bytes that its live records need, or nears its capacity. Refuses to know: tickets.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ _FIRST_RETRY_NS, _LONGEST_RETRY_NS = 1_000_000_000, 60_000_000_000
 
 
 class LogWriter:
-    """REQUIRES: the loop's thread uses it. `failing` gets why the journal can have no more entries; "" when it can again."""
+    """Writer of one journal. REQUIRES: the loop's thread uses it.
+
+    `failing` gets the reason why the journal can have no more entries; "" when it can again.
+    """
 
     def __init__(
         self, table: RecordTable, pool: PagePool, file: Journal, worker: FileWorker, failing: Callable[[str], None]
@@ -132,7 +135,7 @@ class LogWriter:
         return True
 
     def write_last(self) -> None:
-        """At the end: what waits, and the journal's last task. A compaction that is not complete is given up."""
+        """Write waiting entries and close the journal. An incomplete compaction is given up."""
         entries = b"" if self.failure else self._table.drain_log()
 
         def last() -> None:
@@ -161,7 +164,7 @@ class LogWriter:
         self._run(lambda: self._journal.begin_next(id), self._part_ended)
 
     def _compact(self) -> None:
-        """One slice, or the end."""
+        """Write one slice of the compaction, or its end."""
         complete = self._table.fill_next_log(_PER_SLICE)
         entries, id = self._table.drain_next_log(), self._next_id
         self._next_bytes += len(entries)

@@ -1,4 +1,4 @@
-"""Makes a file tier of its URL."""
+"""Makes a file tier from its URL."""
 
 from __future__ import annotations
 

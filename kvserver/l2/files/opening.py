@@ -1,4 +1,4 @@
-"""What a file tier does before it is ready: read its generations, replay its journal, find out which pages are free.
+"""Opening of a file tier: read its generations, replay its journal, find the free pages.
 
 Owns: the order of these, on the tier's worker. Everything is handed to the loop's thread at the end.
 """

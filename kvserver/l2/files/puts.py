@@ -1,8 +1,9 @@
-"""The puts of a file tier: each waits for space, is written, and enters the index.
+"""Puts of a file tier: each waits for space, is written, and enters the index.
 
-Owns: the puts that wait and those that are being written. A put writes to pages that no record in the index or in the journal has.
+A put writes to pages that no record in the index or in the journal has. Writes end in any order. A record enters the index behind
+its parent, for it would not be found without it.
 
-Writes end in any order. A record enters the index behind its parent, which it would not find there otherwise.
+Owns: the puts that wait and those that are being written.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class _Put:
 
 
 class FilePuts:
-    """REQUIRES: one thread uses it, the tier is open and writable."""
+    """Puts under way. REQUIRES: one thread uses it, the tier is open and writable."""
 
     def __init__(self, records: FileRecords, device: FileDevice, l1: L1Pages, tickets: FileTickets) -> None:
         self._records = records
@@ -138,7 +139,7 @@ class FilePuts:
         self._end_waiting(late, TierOutcome.TIMEOUT, "no space was free before its deadline")
 
     def give_up(self, why: str) -> None:
-        """Nothing more will be written."""
+        """End all waiting puts: nothing more will be written."""
         self._end_waiting(list(self._waiting), TierOutcome.UNAVAILABLE, why)
 
     def _end_waiting(self, puts: list[_Put], outcome: TierOutcome, why: str = "") -> None:

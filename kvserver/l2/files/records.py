@@ -26,7 +26,7 @@ _WALK = 1024
 
 
 class PlacedRecord(NamedTuple):
-    """A record of the index: what must agree before it is read, where it lies, whether a replay found it."""
+    """A record of the index: what must agree before it is read, its place, and whether a replay found it."""
 
     meaning: int
     extents: bytes
@@ -34,7 +34,10 @@ class PlacedRecord(NamedTuple):
 
 
 class FileRecords:
-    """REQUIRES: one thread uses it. `failing` gets the reason why the journal can have no more entries, or that it can (""); `changed` each change."""
+    """Records of an open tier. REQUIRES: one thread uses it.
+
+    `failing` gets the reason why the journal can have no more entries, or "" when it can again; `changed` gets each change.
+    """
 
     def __init__(self, opened: Opened, worker: FileWorker, failing: Callable[[str], None], changed: Changed) -> None:
         self._changed = changed
@@ -85,7 +88,7 @@ class FileRecords:
         return PlacedRecord(*found) if found is not None else None
 
     def add(self, name: ObjectName, parent: bytes, meaning: int, extents: bytes) -> None:
-        """In the place of any other of that name."""
+        """Add a record in the place of any other of that name."""
         self.remove(name)
         generation = self.generation_of(name)
         self._table.add(name.namespace, generation, name.group, name.key, parent, meaning, extents)
@@ -121,7 +124,7 @@ class FileRecords:
         )
 
     def drop_other_generations(self) -> None:
-        """Nothing finds their records from now on; sweep() removes them."""
+        """Drop records of other generations: lookups find them no more, and sweep() removes them."""
         for namespace, generation, group, _ in self._table.spaces():
             if generation != self.generations.of(namespace):
                 self._table.drop_space(namespace, generation, group)
@@ -132,7 +135,7 @@ class FileRecords:
         return self.pool.pages_for(record.file_bytes)
 
     def can_have(self, pages: int) -> bool:
-        """Whether so many could ever be free."""
+        """True if so many pages could ever be free."""
         return pages <= self.pool.pages - HEAD_PAGES
 
     def allocate(self, pages: int) -> bytes | None:
@@ -144,10 +147,10 @@ class FileRecords:
         return self._table.live_journal_bytes > self._writer.most_live_bytes
 
     def make_room(self, pages: int, more: int) -> tuple[bool, int]:
-        """Evict until so many pages are free or will be, and `more` as far as possible; false if `pages` never will be.
+        """Evict until so many pages are free or will be, and `more` as far as possible. Returns (False if `pages` never will be, evictions).
 
-        And how many were evicted. Their drops go to the journal together, and only then their pages are free: were they evicted
-        put by put, each put would wait for a write of the journal. REQUIRES: more >= pages.
+        Drops go to the journal together, and only then their pages are free. Were records evicted put by put, each put would wait
+        for a write of the journal. REQUIRES: more >= pages.
         """
         assert self._writer is not None
         for evictions in range(_MOST_EVICTIONS):  # what is left follows once their drops are in the journal
@@ -207,7 +210,7 @@ class FileRecords:
 
 
 class L1Pages(NamedTuple):
-    """L1, between which and the file records move."""
+    """Pages of L1, between which and the file records move."""
 
     region: HostRegion
     page_bytes: int
@@ -220,5 +223,5 @@ class L1Pages(NamedTuple):
 
 
 def meaning_of(memory: ObjectMemory) -> int:
-    """What must agree before a record is read, but for its name and generation. The header has it in full."""
+    """Checksum of what must agree before a record is read, beside its name and generation. The header has it in full."""
     return checksum(memory.coverage + struct.pack(f"<{len(memory.slot_bytes)}Q", *memory.slot_bytes))

@@ -24,7 +24,7 @@ OUTCOMES = {
 
 @dataclass
 class FileCounts:
-    """The fields are those of TierStatus."""
+    """Counts of a file tier. The fields are those of TierStatus."""
 
     hits: int = 0
     misses: int = 0
@@ -50,7 +50,7 @@ class FileCounts:
 
 
 class FileTickets:
-    """REQUIRES: one thread uses it. `notify` makes the loop call drain()."""
+    """Open and ended tickets. REQUIRES: one thread uses it. `notify` makes the loop call drain()."""
 
     def __init__(self, tier: str, notify: Callable[[], None]) -> None:
         self.tier = tier  # its name

@@ -1,14 +1,15 @@
 """The file tier: a StorageTier over one folder.
 
-Owns: its state, and which part does what: `puts`, `gets`, `clears`, over `records`. Bytes move in the native device's threads, all
-other file work in the worker; the loop's thread decides, in memory only.
+Bytes move in the native device's threads, all other file work in the worker; the loop's thread decides, in memory only.
 
-How wrong bytes are kept out, in the order of a record's time:
+Rules that keep wrong bytes out, in the order of a record's time:
 - A put writes to pages that no record in the index or in the journal has, then enters the index and the journal.
 - A get verifies the whole record against its name, coverage, lengths and generation (`csrc/l2/record.h`).
 - Pages of a dropped record are used again once no get reads them and its drop is in the journal (`log_writer`).
-- After a clear the namespace has another generation (`generations`): in the index at once, in the folder when the ticket
-  ends. A put or get that began before it ends as CANCELLED.
+- After a clear the namespace has another generation (`generations`): in the index at once, in the folder when the ticket ends. A
+  put or get that began before it ends as CANCELLED.
+
+Owns: its state, and which part does what: `puts`, `gets`, `clears`, over `records`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _STALLED_SECONDS = 10.0  # a call of the file system that runs so much longer th
 
 @dataclass(frozen=True)
 class _Parts:
-    """What there is from the end of opening on."""
+    """Parts that exist from the end of opening on."""
 
     records: FileRecords
     puts: FilePuts
@@ -50,7 +51,7 @@ class _Parts:
 
 
 class FileTier:
-    """REQUIRES: the loop's thread uses it; `folder` is closed by close()."""
+    """A tier in files. REQUIRES: the loop's thread uses it; close() closes `folder`."""
 
     kind = "file"
     shared = False
@@ -97,7 +98,7 @@ class FileTier:
 
     @property
     def direct(self) -> bool:
-        """By O_DIRECT."""
+        """True if records move by O_DIRECT."""
         return self._folder.data.direct
 
     @property

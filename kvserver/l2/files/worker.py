@@ -1,4 +1,4 @@
-"""The thread of a file tier for everything that may wait for the disk and is no record.
+"""Thread of a file tier for everything that may wait for the disk and is no record.
 
 Owns: the thread, and the order of its tasks. What follows from a task's end runs in the loop's thread, by finish().
 """
@@ -26,7 +26,7 @@ class _Task:
 
 
 class FileWorker:
-    """REQUIRES: the loop's thread uses it; `notify` may be called by any thread."""
+    """Thread and its queue of tasks. REQUIRES: the loop's thread uses it; `notify` may be called by any thread."""
 
     def __init__(self, name: str, notify: Callable[[], None]) -> None:
         self._notify = notify
@@ -48,7 +48,7 @@ class FileWorker:
 
     @property
     def stalled_ns(self) -> int:
-        """How long the task that runs has been running."""
+        """Nanoseconds that the present task has been running; 0 without one."""
         began_ns = self._began_ns
         return time.monotonic_ns() - began_ns if began_ns else 0
 

@@ -1,4 +1,4 @@
-"""Whether a tier's store is worth a request: the breaker.
+"""Breaker: whether a tier's store is worth a request.
 
 Owns: the count of failures in a row, and when to try again. Refuses to know: what a request was.
 """
@@ -14,9 +14,14 @@ _LONGEST_WAIT_SECONDS = 30.0
 
 
 class StoreBreaker:
-    """closed: requests pass. open: none does until the wait is over. probing: one request finds out how it goes on.
+    """Breaker of one store.
 
-    It begins as probing, for the request with which a tier opens. Waits double up to 30 s, each between half and one and a half times as long, so that daemons do not try all at once.
+    - closed: requests pass.
+    - open: no request passes until the wait is over.
+    - probing: one request decides between the two.
+
+    It begins as probing, for the request with which a tier opens. Waits double up to 30 s. Each is multiplied by a random number
+    between a half and one and a half, so that daemons do not try all at once.
     """
 
     def __init__(self, draw: random.Random | None = None) -> None:

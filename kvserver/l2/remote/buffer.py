@@ -1,7 +1,8 @@
-"""A lane's own memory for packed records, between a client and L1.
+"""Memory of a lane for packed records, between a client and L1.
 
-Owns: its size, which grows to the largest command that the lane has met. A client that hangs may use it for ever; it is then lost
-with its lane, and L1 is not touched.
+A client that hangs may use it for ever. The memory is then lost with its lane, and L1 is not touched.
+
+Owns: its size, which grows to the largest command that the lane has met.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ _STEP_BYTES = 1 << 20
 
 
 class LaneBuffer:
-    """Of a memory file, which a client may hand to another process."""
+    """Buffer in a memory file, which a client may hand to another process."""
 
     def __init__(self, covers: int = 0) -> None:
         self._memory: mmap.mmap | None = None

@@ -1,10 +1,10 @@
-"""What a daemon remembers of a shared store: which objects it has, and which not.
+"""Memory of a shared store's objects: which it has, and which not.
+
+The store drops objects at any time and other daemons add some, so every answer expires. A remembered object that is gone costs
+one failed fill, which its lookup notices at once: 60 s. A remembered absence hides what another daemon has stored meanwhile, and
+looking again costs one round trip: 10 s.
 
 Owns: the answers, their expiry and their number. One thread uses it.
-
-The store drops objects when it likes and other daemons add some, so every answer expires. A remembered object that is no longer
-there costs one failed fill, which its lookup notices at once: 60 s. A remembered absence hides what another daemon has stored
-since, and looking again costs one round trip: 10 s.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Existence:
             self._forget_oldest()
 
     def find(self, name: ObjectName, now_ns: int) -> bool | None:
-        """Whether the store has the object; None if it is not known."""
+        """True if the store has the object, False if it has not; None if that is not known."""
         answers = self._scopes.get((name.namespace, name.group))
         expiry = answers.get(name.key, 0) if answers is not None else 0
         return expiry > 0 if abs(expiry) > now_ns else None

@@ -1,12 +1,12 @@
-"""Which generation of a namespace's objects counts: what makes a clear effective for every daemon that shares the store.
+"""Generations of namespaces in a shared store: they make a clear effective for every daemon that shares it.
 
-Every scope (everything, a namespace, an epoch, a LoRA) has an id in the store (`ids`); the digest of a namespace's ids is its
-generation, and part of every name and header. A clear writes an id with a number above any read or seen. The old objects are neither
-looked for nor deleted: no name leads to them any more, and the store's expiry removes them. Ids are cached for IDS_SECONDS: so much
-later other daemons stop serving what was cleared.
+Every scope (everything, a namespace, an epoch, a LoRA) has an id in the store (`ids`). The digest of a namespace's ids is its
+generation, and part of every name and header. A clear writes an id with a number above any read or seen. The old objects are
+neither looked for nor deleted: no name leads to them any more, and the store's expiry removes them. Ids are cached for
+IDS_SECONDS, so other daemons may serve what was cleared for so long.
 
-Ids only grow. Where the store has a lower id than was seen, or none, it went back in time, or two daemons cleared at once. Then a
-higher one is written. The lower one is not believed, since objects under it may have been cleared. Nor is the one seen: a daemon that
+Ids only grow. The store may have a lower id than was seen, or none: it went back in time, or two daemons cleared at once. Then a
+higher one is written. The lower one is not used, since objects under it may have been cleared. Nor is the one seen: a daemon that
 never saw it may have cleared its objects since. So all daemons come to the same id, and nothing that was cleared returns.
 
 Owns: the cached ids, and the clears that are not in the store yet: until they are, no generation of the scope is known, so
@@ -31,7 +31,7 @@ _GENERATION_BYTES = 8  # as in a record's header
 
 
 class NoGeneration(StoreRefused):
-    """The store lacks an id, and does not take one."""
+    """Scope without a generation: the store lacks an id, and does not take one."""
 
 
 class Generations:
@@ -54,7 +54,7 @@ class Generations:
         return changed
 
     def clear(self, scope: bytes) -> None:
-        """No generation of the scope counts any more; the next one is in the store after write()."""
+        """Forget the scope's generation; the next one is in the store after write()."""
         with self._lock:
             self._clears += 1
             self._unwritten[scope] = self._clears
@@ -108,7 +108,7 @@ class Generations:
                 self._ids[scope] = id, now_ns + int(IDS_SECONDS * 1e9)
 
     def warning(self, scope: bytes) -> str:
-        """Why the store may lose the last clear of the scope; "" if that is not known."""
+        """Reason why the store may lose the last clear of the scope; "" if none is known."""
         with self._lock:
             return self._warnings.get(scope, "")
 

@@ -59,7 +59,7 @@ class _Kept(msgspec.Struct):
 
 
 class HighestIds:
-    """`folder`: where the file is; "" if there is none, and then nothing outlasts the process."""
+    """Highest ids seen. `folder`: where the file is; "" if there is none, and then nothing outlasts the process."""
 
     def __init__(self, folder: str, name: str) -> None:
         self._folder, self._name = folder, name
@@ -71,7 +71,7 @@ class HighestIds:
         self._kept = self._read() if folder else _Kept()
 
     def least(self, scope: bytes) -> bytes:
-        """No lower id of the scope is believed. Never waits for the disk."""
+        """Highest id seen of the scope, or the least possible one; no lower id counts. Never waits for the disk."""
         return self._kept.ids.get(scope) or self._kept.floor.to_bytes(_NUMBER_BYTES, "big")
 
     def raise_to(self, ids: Mapping[bytes, bytes]) -> None:

@@ -1,16 +1,16 @@
-"""The threads of a tier whose store is remote: lanes, which call the client, and a clock, which ends what is overdue.
+"""Threads of a tier whose store is remote: lanes, which call the client, and a clock, which ends what is overdue.
 
-Owns: the queue, the phases of each job and its one end. Refuses to know: what a job does, and what its result means.
-
-A job is QUEUED, then AWAY (with the client, which sees the lane's own buffer only) and for moments INSIDE (copying to or from
-L1), then ENDED. The clock and the loop end a job that is QUEUED or AWAY at once, whatever its lane is waiting for; a job that is
+A job is QUEUED, then AWAY: with the client, which sees only the lane's own buffer. For moments it is INSIDE, copying to or from
+L1. Last it is ENDED. The clock and the loop end a job that is QUEUED or AWAY at once, even if its lane hangs. A job that is
 INSIDE ends when it leaves. So a client that hangs keeps its lane and that lane's buffer, never memory of L1.
 
-Small jobs of one bundle share a command: a lane takes as many as are queued behind each other, up to the bytes of a bundle. Each has
-its own deadline and its own end.
+Small jobs of one bundle share a command: a lane takes as many as are queued behind each other, up to the bytes of a bundle. Each
+has its own deadline and its own end.
 
-The first lane runs readers only, the others readers first: a get never waits for a put. All state is guarded by one lock, which
-no thread keeps while it copies or waits for a store.
+The first lane runs readers only, the others readers first: a get never waits for a put. One lock guards all state; no thread
+keeps it while it copies or waits for a store.
+
+Owns: the queue, the phases of each job and its one end. Refuses to know: what a job does, and what its result means.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class JobPhase(enum.Enum):
 
 
 class JobEnded(Exception):
-    """A job has been ended meanwhile."""
+    """Job that has been ended meanwhile."""
 
 
 @dataclass(eq=False, slots=True)
@@ -68,9 +68,9 @@ class Job(Generic[R]):
 
 
 class Lane:
-    """What one thread has of its own: a client, made by its first job, and a buffer.
+    """State of one thread: a client, made by its first job, and a buffer.
 
-    `inside(job)`: the context in which the job touches L1; it ends the lane's work, before or behind it, if the job has ended.
+    `inside(job)`: the context in which the job touches L1. If the job has ended, it ends the lane's work, before or behind it.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ RunJobs: TypeAlias = Callable[[Sequence[Job[R]], Lane], dict[Job[R], R]]
 
 
 def alone(run: Callable[[Job[R], Lane], R]) -> RunJobs[R]:
-    """As a job of no bundle is run."""
+    """Wrap a function of one job for jobs of no bundle."""
     return lambda jobs, lane: {jobs[0]: run(jobs[0], lane)}
 
 
@@ -128,7 +128,7 @@ class _Open(Generic[R]):
 
 
 class Lanes(Generic[R]):
-    """REQUIRES: submit, end, drain and close are called by one thread; numbers are used once."""
+    """Lanes of one tier. REQUIRES: submit, end, drain and close are called by one thread; numbers are used once."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
-"""A tier of a remote kind from its URL.
+"""Makes a tier of a remote kind from its URL.
 
-Owns: how many lanes a kind has, and how much shares a command there. Refuses to know: how a client connects.
+Owns: the number of lanes of a kind, and how much shares a command there. Refuses to know: how a client connects.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def make_remote_tier(url: TierUrl, region: HostRegion, page_bytes: int, folder: 
 
 
 def why_not_served(url: TierUrl) -> str:
-    """Why the store does not answer a request now; "" if it does. ConfigError as of store_of()."""
+    """Reason why the store does not answer a request now; "" if it does. Raises ConfigError as store_of() does."""
     prefix, connect = store_of(url)
     try:
         client = connect(LaneBuffer())

@@ -1,9 +1,9 @@
-"""The client of a Mooncake Store: `mooncake-transfer-engine-non-cuda`, each in a process of its own (`mooncake_child`).
+"""Client of a Mooncake Store: `mooncake-transfer-engine-non-cuda`, each in a process of its own (`mooncake_child`).
 
-Owns: the form of URLs of this kind, that process, and which of the library's codes means what. A request that has no answer in time
-ends the process, so that nothing writes to the lane's buffer after its request; the next request starts another one.
+A request that has no answer in time ends the process, so that nothing writes to the lane's buffer afterwards. The next request
+starts another one. Objects are immutable, and may be evicted at any time. Ids of generations are pinned, and replaced as a whole.
 
-Objects there are immutable, and may be evicted at any time; ids of generations are pinned, and replaced as a whole.
+Owns: the form of URLs of this kind, that process, and the meaning of the library's codes.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _RETRY_SECONDS = 0.02
 
 
 class MooncakeUrl:
-    """What a URL of this kind names. ConfigError if that is nothing."""
+    """Parts of a URL of this kind. Raises ConfigError if the URL is invalid."""
 
     def __init__(self, url: TierUrl) -> None:
         self.prefix = url.path.strip("/") or "kvserver"
@@ -182,7 +182,7 @@ class _MooncakeClient:
         return ""
 
     def close(self) -> None:
-        """Nothing is written to the buffer when this returns."""
+        """End the process. Nothing writes to the buffer afterwards."""
         if self._socket is not None:
             self._socket.close()
         if self._process is not None:

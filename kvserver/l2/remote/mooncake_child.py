@@ -1,12 +1,16 @@
-"""The process in which a client of Mooncake Store runs: one for each lane, which starts and ends it.
+"""Process in which a client of Mooncake Store runs: one for each lane, which starts and ends it.
+
+The library does not run in the daemon's process:
+- its setup() keeps the GIL until the master answers, 43 s where one hangs;
+- its calls have no deadline, and a call that hangs here is killed;
+- it has 27 threads;
+- every peer of the network may read and write the memory that it registers.
+
+The process serves one request at a time, with one reply: a length of 4 bytes and JSON. The lane's buffer arrives as the
+descriptor of a memory file. It is run as a file, with nothing of kvserver loaded.
 
 Owns: the library's store object, the memory that is registered with it, and which of its calls serves which request. Refuses to
-know: what a code of the library means for a tier. It is run as a file, with nothing of kvserver loaded.
-
-Not in the daemon's process: the library's setup() keeps the GIL until the master answers, 43 s where one hangs; its calls end when they
-like, and what hangs here is killed; it has 27 threads; and what it registers, every peer of the network may read and write.
-
-One request at a time, each with one reply: a length of 4 bytes and JSON. The lane's buffer arrives as the descriptor of a memory file.
+know: what a code of the library means for a tier.
 """
 
 from __future__ import annotations
@@ -75,7 +79,7 @@ class LibraryStore:
         return 0
 
     def get(self, names: list[str], offsets: list[int], sizes: list[int]) -> list[int | str]:
-        """Of each the bytes of its value, or the library's code."""
+        """Bytes of each value, or the library's code."""
         assert self._buffer is not None
         places = [self._buffer.address + offset for offset in offsets]
         found: list[int | str] = list(self._store.batch_get_into(names, places, sizes))
@@ -96,7 +100,7 @@ class LibraryStore:
         return list(self._store.batch_remove(names, True))  # those with a lease, too
 
     def read_ids(self, names: list[str]) -> list[str | int | None]:
-        """Of each its value in hexadecimal, None, or the library's code."""
+        """Value of each id in hexadecimal, None, or the library's code."""
         assert self._ids is not None
         places = [at * _ID_BYTES for at in range(len(names))]
         codes = self._store.batch_get_into(
@@ -123,7 +127,7 @@ class LibraryStore:
 
 
 def _address_towards(master: tuple[str, int]) -> str:
-    """This machine's address as the master sees it; its own name must differ from those of other machines."""
+    """Address of this machine as the master sees it. A client's own name must differ from those of other machines."""
     family, kind, protocol, _, address = socket.getaddrinfo(*master, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)
@@ -136,7 +140,7 @@ def packed(message: object) -> bytes:
 
 
 def missing_bytes(received: bytes) -> int:
-    """How much of a message is missing, as far as it is known; no other one follows it before its reply."""
+    """Number of bytes that the message lacks, as far as it is known. No other message follows it before its reply."""
     if len(received) < LENGTH_BYTES:
         return LENGTH_BYTES - len(received)
     return LENGTH_BYTES + int.from_bytes(received[:LENGTH_BYTES], "big") - len(received)

@@ -24,7 +24,7 @@ class Names:
         return f"{self._root}/generations/ping"
 
     def of_id(self, scope: bytes) -> str:
-        """Where the id of a scope is, from which the generations of its namespaces follow."""
+        """Name of a scope's id, from which the generations of its namespaces follow."""
         return f"{self._root}/generations/{scope.hex() or 'all'}"
 
 

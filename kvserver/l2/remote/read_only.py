@@ -1,6 +1,6 @@
-"""The client of a tier with `read_only=true`: of the store's client only what reads.
+"""Client of a tier with `read_only=true`: the reading part of the store's client.
 
-Owns: that nothing reaches the store which writes, deletes or creates.
+Owns: the rule that no request reaches the store which writes, deletes or creates.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from kvserver.l2.remote.store import ConnectStore, StoreClient, StoreRefused
 
 
 class ReadOnlyClient:
-    """A StoreClient."""
+    """StoreClient that only reads."""
 
     def __init__(self, client: StoreClient) -> None:
         self.most_value_bytes = client.most_value_bytes

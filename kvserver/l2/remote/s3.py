@@ -1,10 +1,10 @@
-"""The client of a bucket of S3, or of a store that speaks its protocol: `obstore`.
+"""Client of a bucket of S3, or of a store that speaks its protocol: `obstore`.
 
-Owns: the form of URLs of this kind, and which of the client's errors means what. Credentials are those of the environment
-(AWS_ACCESS_KEY_ID, ..., web identity, the machine's role); a URL has none.
+Credentials are those of the environment (AWS_ACCESS_KEY_ID, ..., web identity, the machine's role); a URL has none. A value that
+is read stays in the client's own memory until the caller releases it. Expiry is the bucket's: a lifecycle rule, which would
+remove ids as well. So ids in use are written anew.
 
-A value that is read lies in the client's own memory until the caller lets go of it. Expiry is the bucket's: a lifecycle rule, which
-would remove ids as well. So ids in use are written anew.
+Owns: the form of URLs of this kind, and the meaning of the client's errors.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _CERTIFICATE = re.compile(r"InvalidCertificate\(\s*(\w+)")
 
 
 class S3Url:
-    """What a URL of this kind names. ConfigError if that is nothing."""
+    """Parts of a URL of this kind. Raises ConfigError if the URL is invalid."""
 
     def __init__(self, url: TierUrl) -> None:
         self.bucket = url.host
@@ -74,7 +74,7 @@ def require_client(url: TierUrl) -> None:
 
 
 def connect(url: S3Url, size: int = 0) -> StoreClient:
-    """Nothing is sent yet. `size`: bytes of the largest request."""
+    """Make a client; nothing is sent yet. `size`: bytes of the largest request."""
     return _S3Client(url, size)
 
 

@@ -1,4 +1,4 @@
-"""How far a chain of objects goes, in few round trips.
+"""Search for the end of a chain of objects, in few round trips.
 
 Owns: which places to look at next. Refuses to know: what a place is.
 """
@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 def chain_length(
     count: int, most_questions: int, exist: Callable[[Sequence[int]], Sequence[bool]], first_alone: bool = False
 ) -> int:
-    """The number of leading places that exist, if those before one that exists do too; else less or more.
+    """Number of leading places that exist, if those before one that exists do too; else less or more.
 
-    A chain that fits into one round trip is looked at as a whole, so the answer is then exact. Of a longer one the places 0, 1, 3,
-    7, ... and the last come first, then evenly distributed ones between the last that exists and the first that is missing.
+    A chain that fits into one round trip is looked at as a whole, so the answer is then exact. Of a longer one the places 0, 1,
+    3, 7, ... and the last come first. Then come evenly distributed ones between the last that exists and the first that is
+    missing.
 
     `first_alone`: the first place has a round trip of its own before these, so a chain that does not begin costs one question.
     """

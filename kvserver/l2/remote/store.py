@@ -1,11 +1,10 @@
-"""What a tier needs of the client of a shared store.
+"""Contract of a shared store's client.
+
+Every call blocks the thread that makes it, with the GIL released. It ends within the time-out that the client was made with, as
+far as the client's library keeps it. One thread at a time uses a client. A call raises if it failed as a whole. Where it may fail
+for one name alone, it returns a StoreError in the place of this name.
 
 Owns: the contract, and the ways in which a request can fail. Refuses to know: records, generations, which object is wanted.
-
-A call raises if it failed as a whole. Where it may fail for one name alone, it returns a StoreError in the place of this name.
-
-Every call blocks the thread that makes it, with the GIL released, and ends within the time-out that the client was made with, as
-far as the client's library keeps it. One thread at a time uses a client.
 """
 
 from __future__ import annotations
@@ -17,39 +16,42 @@ from kvserver.l2.remote.buffer import LaneBuffer
 
 
 class StoreError(Exception):
-    """The store did not do what was requested. Its text has no secrets."""
+    """Request that the store did not carry out. Its text has no secrets."""
 
 
 class StoreTimeout(StoreError):
-    """No answer in time: the request may have been carried out, or may be later."""
+    """Request without an answer in time: it may have been carried out, or may be later."""
 
 
 class StoreFull(StoreError):
-    """The store has no space."""
+    """Store without space."""
 
 
 class StoreTooLarge(StoreFull):
-    """The store takes no value of this size; the client's `most_value_bytes` is below it from now on."""
+    """Value that is too large for the store; the client's `most_value_bytes` is below its size from now on."""
 
 
 class StoreRefused(StoreError):
-    """The store answers, and does not do this: it is a replica, its user may not, it has not loaded yet."""
+    """Request that the store refuses: it is a replica, its user may not, it has not loaded yet."""
 
 
 class StoreClosed(StoreError):
-    """The client is of no use any more: make another one."""
+    """Client that is of no use any more: make another one."""
 
 
 class StoreClient(Protocol):
-    """REQUIRES: the memory of get() and put() is that of the buffer which the client was made with."""
+    """Client of a store. REQUIRES: the memory of get() and put() is that of the buffer which the client was made with."""
 
     most_value_bytes: int
     most_questions: int  # that exist() puts into one round trip
     asks_apart: bool  # each of them is a request of its own
 
     def get(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[memoryview | StoreError | None]:
-        """The values, all in one round trip where the store can: each in its buffer or in memory of the client's own; None if
-        there is none; an empty one if it is larger than its buffer; why it could not be read."""
+        """Values by name, all in one round trip where the store can.
+
+        A value is in its buffer or in memory of the client's own. None: there is none. Empty: it is larger than its buffer.
+        StoreError: why it could not be read.
+        """
         ...
 
     def put(self, names: Sequence[str], values: Sequence[memoryview]) -> list[StoreError | None]:

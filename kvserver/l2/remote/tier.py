@@ -1,9 +1,9 @@
 """A tier in a store that other daemons share: the contract of `l2.base` over the client of a store.
 
+The loop's thread calls every method. drain() applies what lanes find out.
+
 Owns: what the loop knows of its tickets, and what each result means for existence, breaker and status. Refuses to know: the
 store's protocol (`valkey`, `s3`), what a request does there (`work`), threads and deadlines (`lanes`).
-
-The loop's thread calls every method. What lanes find out is applied by drain().
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Ticket:
 
 
 class RemoteTier:
-    """StorageTier. `lanes`: threads, each with a connection and a buffer as large as the largest command it has met."""
+    """StorageTier over lanes: threads, each with a connection and a buffer as large as the largest command it has met."""
 
     shared = True
 
@@ -247,7 +247,7 @@ class RemoteTier:
     # ---- jobs -----------------------------------------------------------------------------------------
 
     def _refusal(self) -> str:
-        """Why no request is sent; empty: one is."""
+        """Reason why no request is sent; empty if one is."""
         if self._closed or self._breaker.passes:
             return self._closed
         return "it is opening" if self._opening else f"its breaker is open: {self._last_failure}"
@@ -284,7 +284,7 @@ class RemoteTier:
         return job.number
 
     def _void(self, concerns: Callable[[_Ticket], bool]) -> None:
-        """What these tickets bring counts no more, whether or not they have ended."""
+        """Void these tickets: their results count no more, whether or not they have ended."""
         for number, ticket in self._tickets.items():
             if concerns(ticket):
                 ticket.void = True
@@ -364,7 +364,7 @@ class RemoteTier:
 
 @dataclass(slots=True)
 class _Counts:
-    """Of puts and gets; the fields are those of TierStatus."""
+    """Counts of puts and gets. The fields are those of TierStatus."""
 
     hits: int = 0
     misses: int = 0

@@ -1,9 +1,9 @@
-"""The client of a Valkey or Redis server: `valkey-glide-sync`.
+"""Client of a Valkey or Redis server: `valkey-glide-sync`.
 
-Owns: the connection, the form of URLs of this kind, and which of the client's errors means what. One server, a proxy before
-several, or with `?cluster=true` the nodes of a cluster, of which the URL names one.
+It connects to one server, or to a proxy before several. With `?cluster=true` it connects to the nodes of a cluster, of which the
+URL names one. A value is read straight into the caller's buffer. Expiry is the server's: `?expiry=7d` sends EX with every value.
 
-A value is read straight into the caller's buffer. Expiry is the server's: `?expiry=7d` sends EX with every value.
+Owns: the connection, the form of URLs of this kind, and the meaning of the client's errors.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MOST_EXPIRY_SECONDS = 10 * 365 * 86400
 
 
 class ValkeyUrl:
-    """What a URL of this kind names. ConfigError if that is nothing."""
+    """Parts of a URL of this kind. Raises ConfigError if the URL is invalid."""
 
     def __init__(self, url: TierUrl) -> None:
         self.host, self.port = url.host, url.port or _PORT
@@ -241,7 +241,7 @@ class _ValkeyClient:
         return "no replica has acknowledged it, and a failover now may undo it"
 
     def _cluster_info(self) -> str:
-        """What the server states of its cluster; "" where the user may not know."""
+        """The server's report on its cluster; "" where the user may not read it."""
         try:
             found: bytes = self._client.info([self._glide.InfoSection.CLUSTER])
         except self._glide.RequestError:
@@ -268,7 +268,7 @@ class _ValkeyClient:
         return [self._error(answer) if isinstance(answer, self._glide.GlideError) else answer for answer in answers]
 
     def _try(self, call: Any) -> Any:
-        """Its result; StoreError for what the library raises. The texts of its errors have addresses, no credentials."""
+        """Result of the call. Raises StoreError for what the library raises. The texts of its errors have addresses, no credentials."""
         try:
             return call()
         except self._glide.GlideError as error:

@@ -1,7 +1,8 @@
-"""What the lanes of a tier do in its store: one function for each request.
+"""Work of a tier's lanes in its store: one function for each request.
 
-Owns: the order of steps, and which outcome each answer of the store is. Runs in lanes, and knows nothing of the loop's state; what
-it finds out goes back with the result.
+It runs in lanes, and knows nothing of the loop's state; what it finds out goes back with the result.
+
+Owns: the order of steps, and which outcome each answer of the store is.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class StoreObject:
-    """What a put or get is of."""
+    """Object of a put or get."""
 
     name: ObjectName
     memory: ObjectMemory
@@ -90,7 +91,7 @@ def _read(item: StoreObject, match: RecordMatch | StoreError | None, changed: bo
 
 
 class StoreWork:
-    """`read_only`: nothing is written, deleted or created."""
+    """Requests to one store. `read_only`: nothing is written, deleted or created."""
 
     def __init__(
         self, names: Names, generations: Generations, region: HostRegion, page_bytes: int, read_only: bool
@@ -231,7 +232,7 @@ class StoreWork:
         return True
 
     def _named(self, lane: Lane, names: Sequence[ObjectName]) -> list[list[str]]:
-        """Where the objects are, in batches, their order kept inside a namespace."""
+        """Store names of the objects, in batches that keep their order inside a namespace."""
         found: dict[bytes, list[ObjectName]] = defaultdict(list)
         for name in names:
             found[name.namespace].append(name)

@@ -166,7 +166,7 @@ def test_an_eviction_spares_what_requests_use_and_shares_and_takes_what_is_incom
     assert evictions["all"] > 75, "the walks went where nothing is evicted"
 
 
-@pytest.mark.parametrize("policy", ["lru", "slru"])
+@every_policy
 @pytest.mark.hypothesis
 def test_no_chunk_leaves_before_the_chunks_behind_it(policy: str) -> None:
     """A chunk without its prefix is of no use. Prompts are paths in a tree, and a request has ended before the next begins."""
@@ -210,7 +210,7 @@ def test_slru_protects_a_part_of_l1_only_the_least_recently_used_give_way() -> N
     assert {name for name in resident(cache) if name < 10} == {*range(10 - protected, 10)}
 
 
-def test_slru_keeps_what_comes_back_after_its_eviction_from_a_scan() -> None:
+def test_what_comes_back_after_its_eviction_is_kept_from_a_scan() -> None:
     cache = make_cache("slru", 10)
     for name in (1, *range(100, 110)):
         store(cache, name)
