@@ -11,6 +11,7 @@
 #   make test-gpu   the tests that need a GPU; KVSERVER_REQUIRE_GPU=1 fails without one
 #   make test-gpu-simulated   the same over a simulated one, as far as they can
 #   make bench-gpu  those and the benchmarks that need a GPU, in PYTHON's environment, which has torch
+#   make mutation  small faults in MODULE, one at a time, by mutmut, and which of them TESTS do not notice: before a release
 #   make check   formatting, lint (Dockerfiles and prose too), types, the rules
 #   make rules   Prometheus rules with their tests, a real daemon's /metrics, and the dashboard's queries run on them, by promtool
 #   make sanitize  the native copier's stress test under address, undefined-behaviour and thread sanitizers
@@ -43,6 +44,10 @@ PROMTOOL := $(or $(shell command -v promtool),build/promtool/usr/bin/promtool)
 BROWSER := $(if $(shell command -v chromium && command -v chromedriver),,build/chromium/chromedriver)
 # Routers that follow KV events, for a part of the long set; deploy/guides/routers.md names these versions.
 ROUTERS := ai-dynamo-runtime==1.6.1 vllm-router==0.1.17
+MUTMUT := mutmut==3.8.1
+# What `make mutation` changes, and the tests that should notice.
+MODULE ?= kvserver/cache/leases.py
+TESTS ?= tests/unit/cache/test_leases.py tests/unit/cache/test_stores.py
 # Not `python -m pytest`: that puts this folder first, whose kvserver/ has no native module, before the installed one.
 PYTEST := pytest -q
 # Not in pytest's own settings: a test that is named runs, whatever its marks.
@@ -73,7 +78,7 @@ NONE_SELECTED = $(if $(ARGS),[ $$? = 5 ],false)
 # What runs in $(VENV).
 CORE_TESTS := $(addprefix --ignore=,$(ENGINE_TESTS)) --ignore=tests/gpu --ignore=tests/versions
 
-.PHONY: wheel sdist image run test test-long test-core test-vllm test-versions test-newest test-older test-gpu test-gpu-simulated check sanitize format docs dashboard demo bench bench-gpu clean rules FORCE
+.PHONY: wheel sdist image run test test-long test-core test-vllm test-versions test-newest test-older test-gpu test-gpu-simulated check sanitize format docs dashboard demo bench bench-gpu mutation clean rules FORCE
 
 run: $(VENV)/.installed
 	$(VENV)/bin/kvserver serve
@@ -150,10 +155,25 @@ build/promtool/usr/bin/promtool:
 build/chromium/chromedriver:
 	bash .ci/chromium.sh build/chromium
 
+build/mutation/.installed:
+	test -x $(@D)/bin/python || $(VENV)/bin/python -m venv $(@D)
+	$(@D)/bin/python $(PIP) install $(MUTMUT)
+	touch $@
+
 build/routers/.installed:
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python $(PIP) install $(ROUTERS)
 	touch $@
+
+# In a copy of what git has staged. PYTHONPATH has the packages of $(VENV) without its editable install, which would come before the copy.
+mutation: $(VENV)/.installed build/mutation/.installed
+	rm -rf build/mutation/copy && git checkout-index -a --prefix=build/mutation/copy/
+	mkdir build/mutation/copy/build && ln -s $(CURDIR)/build/testing build/mutation/copy/build/testing
+	cp $(VENV)/lib/python3*/site-packages/kvserver/_native*.so build/mutation/copy/kvserver
+	printf '[mutmut]\nsource_paths=kvserver\nonly_mutate=$(MODULE)\nalso_copy=\n adapters\n build\n deploy\npytest_add_cli_args_test_selection=\n' >build/mutation/copy/setup.cfg
+	printf ' %s\n' $(TESTS) >>build/mutation/copy/setup.cfg
+	cd build/mutation/copy && export KVSERVER_TEST_PROPERTIES=unshrunk PYTHONPATH=$(CURDIR)/$(wildcard $(VENV)/lib/python3*/site-packages) && \
+		../bin/mutmut run && ../bin/mutmut results
 
 sanitize: $(VENV)/.installed
 	for kind in address,undefined thread; do \

@@ -20,7 +20,7 @@ OTHERS = {
     "of_a_module": "pytest.skip('no time', allow_module_level=True)\n",
     "by_a_fixture": "@pytest.fixture\ndef missing():\n    pytest.skip('no time')\n\n\ndef test_it(missing): ...\n",
     "without_a_reason": "@pytest.mark.skip\ndef test_it(): ...\n",
-    "that_begins_like_a_listed_one": "def test_it():\n    pytest.skip('there is a GPU, but no time')\n",
+    "that_begins_like_a_listed_one": "def test_it():\n    pytest.skip('a simulated GPU has no memory of its own, but no time')\n",
     "as_an_expected_failure": "@pytest.mark.xfail\ndef test_it():\n    raise AssertionError\n",
 }
 

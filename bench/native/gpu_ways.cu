@@ -1,5 +1,4 @@
-// gpu_ways.cu: see gpu_ways.h. KVSERVER_HOST_CUDA: the same source for the host, over which tests
-// show the addresses.
+// gpu_ways.cu: see gpu_ways.h. KVSERVER_HOST_CUDA: the same source for the host.
 #include "gpu_ways.h"
 
 #ifdef WAYS_ON_HOST

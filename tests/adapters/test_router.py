@@ -17,7 +17,6 @@ import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from support.ports import reserved_port
 
 FILE = Path(__file__).parent.parent.parent / "deploy/router/router.py"
 
@@ -65,15 +64,11 @@ class Engine:
         self.tokenized.append(await request.json())
         return web.json_response({"tokens": [7, 8, 9]})
 
-    async def models(self, request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "tiny"}]})
-
     def app(self) -> web.Application:
         app = web.Application()
         app.router.add_post("/v1/completions", self.complete)
         app.router.add_post("/v1/chat/completions", self.complete)
         app.router.add_post("/tokenize", self.tokenize)
-        app.router.add_get("/v1/models", self.models)
         return app
 
 
@@ -84,16 +79,12 @@ class KV:
         self.asked: list[Any] = []
         self.rows: Any = []
         self.token = ""  # that it wants
-        self.stalls = False
-        self.code = 200
 
     async def match(self, request: web.Request) -> web.Response:
         self.asked.append(await request.json())
         if self.token and request.headers.get("Authorization") != f"Bearer {self.token}":
             return web.json_response({"error": "token_required"}, status=401)
-        if self.stalls:
-            await asyncio.sleep(30)
-        return web.json_response({"instances": self.rows}, status=self.code)
+        return web.json_response({"instances": self.rows})
 
     def app(self) -> web.Application:
         app = web.Application()
@@ -150,46 +141,12 @@ def play(router: Any) -> Callable[[Callable[[Scene], Awaitable[None]]], None]:
     return run
 
 
-@pytest.mark.parametrize("owner", ["one", "two"])
-def test_a_request_goes_to_the_engine_that_holds_its_prompt(play, owner):
-    async def act(scene):
-        scene.kv.rows = [row("one", 8 * (owner == "one"), 8), row("two", 8 * (owner == "two"), 8)]
-        assert [await scene.complete() for _ in range(3)] == [owner] * 3
-        assert scene.kv.asked[0] == {"model": "tiny", "tokens": [1, 2, 3]}
-
-    play(act)
-
-
-def test_requests_that_no_engine_holds_spread(play):
-    async def act(scene):
-        scene.kv.rows = [row("one"), row("two")]
-        assert {await scene.complete() for _ in range(2)} == {"one", "two"}
-
-    play(act)
-
-
 def test_load_outweighs_a_short_match_and_not_a_long_one(play):
     async def act(scene):
         scene.kv.rows = [row("one", 4, 4, running=1), row("two")]
         assert await scene.complete() == "two"
         scene.kv.rows = [row("one", 40, 40, running=1), row("two")]
         assert await scene.complete() == "one"
-
-    play(act)
-
-
-def test_what_the_daemon_holds_counts_where_no_engine_has_it(play):
-    async def act(scene):
-        scene.kv.rows = [row("one", 0, 0), row("two", 0, 10)]  # as of two models' namespaces
-        assert [await scene.complete() for _ in range(2)] == ["two"] * 2
-
-    play(act)
-
-
-def test_an_instance_without_load_or_without_an_engine_is_no_obstacle(play):
-    async def act(scene):
-        scene.kv.rows = [row("elsewhere", 99, 99), row("two", 9, 9, load=None)]
-        assert await scene.complete() == "two"
 
     play(act)
 
@@ -212,28 +169,6 @@ def test_text_and_chats_are_tokenized_by_an_engine(play):
     play(act)
 
 
-@pytest.mark.parametrize("fault", ["stalls", "error", "nonsense", "broken rows", "no prompt"])
-def test_without_a_word_of_the_daemon_the_engine_with_the_fewest_requests_answers(play, fault):
-    async def act(scene):
-        scene.kv.stalls = fault == "stalls"
-        scene.kv.code = 500 if fault == "error" else 200
-        scene.kv.rows = {"nonsense": 7, "broken rows": [{"instance_id": "one"}]}.get(fault, [row("one", 99, 99)])
-        prompt = None if fault == "no prompt" else [1, 2, 3]
-        scene.one.goes_on.clear()
-        scene.two.goes_on.clear()
-        first, second = (asyncio.ensure_future(scene.complete(prompt)) for _ in range(2))
-        async with asyncio.timeout(60):
-            while len(scene.one.asked) + len(scene.two.asked) < 2:
-                await asyncio.sleep(0.01)
-        assert (len(scene.one.asked), len(scene.two.asked)) == (1, 1)
-        scene.one.goes_on.set()
-        scene.two.goes_on.set()
-        assert {await first, await second} == {"one", "two"}
-        assert scene.router.guesses == 2
-
-    play(act)
-
-
 def test_answers_stream_through(play):
     async def act(scene):
         scene.kv.rows = [row("one", 9, 9), row("two")]
@@ -245,17 +180,6 @@ def test_answers_stream_through(play):
             scene.one.goes_on.set()
             assert await answer.content.read() == b"two three"
         assert scene.one.headers[0]["authorization"] == "Bearer x"
-
-    play(act)
-
-
-def test_an_engine_that_is_away_is_passed_over(play):
-    async def act(scene):
-        scene.kv.rows = [row("one", 9, 9), row("two")]
-        reservation, port = reserved_port()
-        with reservation:
-            scene.router.engines[0].url = f"http://127.0.0.1:{port}"
-            assert [await scene.complete() for _ in range(3)] == ["two"] * 3
 
     play(act)
 
@@ -277,33 +201,6 @@ def test_an_answer_that_breaks_amid_is_not_begun_anew(play):
         with pytest.raises(aiohttp.ClientPayloadError):
             await scene.complete()
         assert scene.two.asked == []
-
-    play(act)
-
-
-def test_without_any_engine_the_user_gets_an_error(play):
-    async def act(scene):
-        reservation, port = reserved_port()
-        with reservation:
-            for engine in scene.router.engines:
-                engine.url = f"http://127.0.0.1:{port}"
-            async with scene.client.post("/v1/completions", json={"prompt": [1]}) as answer:
-                assert answer.status == 503
-        async with scene.client.post("/v1/completions", data=b"{") as answer:
-            assert answer.status == 400
-
-    play(act)
-
-
-def test_other_paths_are_passed_on_and_its_own_status_is_shown(play):
-    async def act(scene):
-        async with scene.client.get("/v1/models") as answer:
-            assert (await answer.json())["data"] == [{"id": "tiny"}]
-        await scene.complete()
-        async with scene.client.get("/router") as answer:
-            status = await answer.json()
-        assert sum(engine["sent"] for engine in status["engines"]) == 2
-        assert [engine["in_flight"] for engine in status["engines"]] == [0, 0]
 
     play(act)
 

@@ -91,8 +91,3 @@ def test_guides_name_metrics_and_reasons_that_there_are() -> None:
         assert set(re.findall(r"\bvllm:kvserver_\w+", page)) <= engines
         assert set(re.findall(r"(?<![:\w])kvserver_\w+", page)) <= ours, guide
         assert set(re.findall(r'reason="(\w+)"', page)) <= reasons, guide
-
-
-def test_every_guide_is_linked_from_readme() -> None:
-    text = (ROOT / "README.md").read_text()
-    assert [guide.name for guide in GUIDES if f"(deploy/guides/{guide.name})" not in text] == []

@@ -41,14 +41,6 @@ def test_every_object_is_valid_for_the_oldest_and_the_newest_kubernetes(objects:
         kubernetes_validate.validate(found, version, strict=True)
 
 
-def test_a_misspelt_field_is_invalid() -> None:
-    """So that the test above may fail."""
-    (found,) = (o for o in built(OVERLAYS / "node") if o["kind"] == "DaemonSet")
-    broken = json.loads(json.dumps(found).replace("terminationGracePeriodSeconds", "terminationGraceSeconds"))
-    with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(broken, VERSIONS[1], strict=True)
-
-
 def mebibytes(quantity: str) -> int:
     return parse_size(quantity + "B") // MiB
 
@@ -153,18 +145,6 @@ def test_pods_for_gpus_go_to_nodes_that_are_kept_for_gpus() -> None:
 
 
 # ---- the page -----------------------------------------------------------------------------------
-
-
-def test_the_page_names_every_overlay_and_every_test_that_backs_it() -> None:
-    page = (DEPLOY / "kubernetes/README.md").read_text()
-    assert [name for name in NAMES if f"`overlays/{name}`" not in page] == []
-    components = [path.name for path in (DEPLOY / "kubernetes/components").iterdir() if not path.name.startswith("gpu")]
-    assert [name for name in components if f"`components/{name}`" not in page] == []
-    tests = DEPLOY.parent / "tests"
-    named = re.findall(r"`((?:\w+/)+test_\w+\.py)::(test_\w+)`", page)
-    assert len(named) >= 8
-    for path, test in named:
-        assert f"def {test}(" in (tests / path).read_text(), f"{path}::{test}"
 
 
 def test_the_commands_of_the_page_that_need_no_cluster_run() -> None:

@@ -99,12 +99,6 @@ def test_bad_arguments_and_too_little_memory_have_an_exit_code_of_their_own(word
     assert ended.stderr
 
 
-def test_its_help_has_an_example_and_its_exit_codes() -> None:
-    shown = bench("--help").stdout
-    assert "kvserver bench --json" in shown
-    assert "exit codes: 0 all is normal" in shown
-
-
 def test_a_bench_that_is_ended_leaves_no_daemon_and_no_folder(tmp_path: Path) -> None:
     for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
         process = subprocess.Popen([KVSERVER, "bench", "--only", "lookup"], env=os.environ | {"TMPDIR": str(tmp_path)})

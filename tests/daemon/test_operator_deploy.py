@@ -285,13 +285,6 @@ def test_the_commands_of_the_examples_start_their_servers(tmp_path):
         assert all(f"    {flag} (" in known for flag in flags), flags
 
 
-def test_the_extras_of_the_image_are_those_of_the_package():
-    project = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2].partition("\n[")[0]
-    assert set(dict(stage_arguments(DEPLOY / "Dockerfile"))["EXTRAS"].split(",")) == set(
-        re.findall(r"^(\w+) = ", project, re.MULTILINE)
-    )
-
-
 MOONCAKE_PROGRAMS = {"mooncake_master": "master", "mooncake_client": "memory"}
 
 
@@ -362,8 +355,3 @@ def test_a_daemon_serves_without_new_privileges_and_executable_memory(make_daemo
     make_worker(daemon).round_trip()
     wait_until(lambda: daemon.http("/readyz")[0] == 200)
     assert daemon.terminate() == 0
-
-
-def test_the_readme_of_deploy_names_every_file_of_it():
-    text = (DEPLOY / "README.md").read_text()
-    assert [path.name for path in DEPLOY.iterdir() if path.name != "README.md" and f"`{path.name}`" not in text] == []

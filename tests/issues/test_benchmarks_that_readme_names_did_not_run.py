@@ -18,22 +18,6 @@ def of_make_bench() -> list[str]:
     return [name for names in re.findall(r"for name in ([\w ]+);", recipe[1]) for name in names.split()]
 
 
-def test_make_bench_runs_all_that_readme_measures() -> None:
-    named = set(re.findall(r"`bench/(\w+)\.py`", (TOP / "README.md").read_text()))
-    assert len(named) > 5
-    assert named - set(of_make_bench()) == set()
-
-
-def test_every_row_of_the_measurements_names_its_command_or_is_a_part_of_the_row_above() -> None:
-    rows = re.findall(
-        r"^\| (.+?) \| (.+?) \|",
-        (TOP / "README.md").read_text().split("## Measurements")[1].split("\n## ")[0],
-        re.MULTILINE,
-    )
-    unnamed = [what for what, value in rows[2:] if "bench/" not in what + value and not what.startswith("the same")]
-    assert unnamed == []
-
-
 def test_every_benchmark_of_make_bench_can_be_loaded() -> None:
     names = [name for name in of_make_bench() if name not in NEEDS_VLLM]
     assert "l2_peer" in names

@@ -14,7 +14,6 @@ import pytest
 # A reason, as a regular expression for all of it -> why the tests may do without.
 ALLOWED = {
     r"no GPU: .*": "Few machines have one. The simulated GPU runs the same tests, and KVSERVER_REQUIRE_GPU=1 forbids this skip.",
-    r"there is a GPU": "These show what the benchmark does without one, which every machine without a GPU runs.",
     r"a simulated GPU has no memory of its own": "Its memory is the host's: what a driver frees at a death is only seen on a GPU.",
     r"a GPU's memory cannot be truncated": "One table of tests covers all devices; the row is the CPU's.",
     r"the owner of GPU memory cannot take it back: .*": "The module runs over the CPU, too, where this happens.",

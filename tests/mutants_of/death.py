@@ -1,0 +1,46 @@
+"""Mutants that would end the daemon or an engine, or hide that one has ended."""
+
+from __future__ import annotations
+
+from support.mutation import Mutant
+
+MUTANTS = (
+    Mutant("a forked child keeps the lifeline",
+           "issues/test_a_forked_child_hid_its_parents_death.py::test_a_child_has_no_lifeline",
+           "kvserver/protocol/client.py", "_close_in_child", "attachment.close()", "pass"),
+    Mutant("a process that left a child is not seen to be dead",
+           "issues/test_a_forked_child_hid_its_parents_death.py::test_the_daemon_notices_the_death_while_the_child_runs",
+           "kvserver/engines/lifeline.py", "_open_process", "return os.pidfd_open(pid)", "return None"),
+    Mutant("there is no limit of connections",
+           "issues/test_no_test_covered_who_connects.py::test_one_connection_too_many_is_hung_up_on_and_the_others_live",
+           "kvserver/engines/lifeline.py", "Lifelines.accept", " or len(self._lifelines) >= MAX_CONNECTIONS", ""),
+    Mutant("a silent connection keeps its place", "issues/test_silent_connection_kept_its_place.py",
+           "kvserver/engines/lifeline.py", "Lifelines.close_silent", "now > lifeline.deadline", "False"),
+    Mutant("a worker takes the daemon's last descriptors", "issues/test_a_daemon_without_descriptors_was_aborted.py",
+           "kvserver/engines/lifeline.py", "Lifelines._attach", "if cut or not has_free_descriptors(RESERVE):",
+           "if cut:"),
+    Mutant("readers of KV events take the daemon's last descriptors",
+           "issues/test_a_daemon_without_descriptors_was_aborted.py::test_200_readers_of_kv_events_wait_while_few_descriptors_are_left",
+           "kvserver/kv_events/stream_sockets.py", "StreamSockets.open", "self._gates.append(ListenGate(made[-1]))",
+           "pass"),
+    Mutant("half a key is a parent, of which the tier's index stops the loop", "unit/server/test_refusals.py",
+           "kvserver/server/copy_checks.py", "store_blocks", "if request.after is not None and len(request.after) != KEY_BYTES:",
+           "if False:"),
+    Mutant("an exception of ours reaches the engine",
+           "adapters/test_refusals.py::test_a_fault_once_is_counted_logged_and_survived",
+           "adapters/vllm/connector.py", "fenced", "return default() if callable(default) else default", "raise"),
+    Mutant("systemd ends a daemon that works", "daemon/test_service_manager.py",
+           "kvserver/server/loop.py", "Server._keep_time", "self._guarded(report_alive, self.failure)", "pass"),
+    Mutant("copies in flight are not cancelled at the daemon's end",
+           "daemon/test_operation.py::test_sigterm_ends_copies_in_flight_long_before_they_are_done_and_exits_zero",
+           "kvserver/server/upkeep.py", "Upkeep.drain", "self.workers.close_all(Disconnect.STOPPED)", "pass"),
+    Mutant("a socket that another process serves is replaced",
+           "issues/test_paths_once_bound_were_trusted_for_ever.py::test_a_socket_that_another_program_serves_is_never_replaced",
+           "kvserver/config/socket_files.py", "SocketFile._remove_dead", 'raise OSError(errno.EADDRINUSE, "another process serves it", self.path)',
+           "os.unlink(self.path)"),
+    Mutant("a container's limit need not hold what the index needs",
+           "unit/cli/test_checks.py daemon/test_kubernetes.py",
+           "kvserver/config/capacity.py", "bytes_beside_l1", "+ l1_bytes * _INDEXED_BYTES // _OBJECT_BYTES", ""),
+    Mutant("the queue of a tier has no bound", "unit/tiering/test_spill.py",
+           "kvserver/tiering/spill.py", "Spill._offer", "if len(queue.names) >= MOST_QUEUED:", "if False:"),
+)  # fmt: skip
