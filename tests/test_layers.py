@@ -183,7 +183,7 @@ def test_adapters_import_only_what_engines_may_load() -> None:
             assert name not in STATUS, f"{path} imports kvserver.{name}"
 
 
-def test_what_adapters_have_in_common_knows_no_engine() -> None:
+def test_common_part_of_adapters_imports_no_engine() -> None:
     for path in sorted((ADAPTERS / "common").glob("*.py")):
         for name, _ in imports_of(path):
             assert not name.startswith(("vllm", "kvserver.adapters.vllm")), f"{path} imports {name}"
@@ -216,7 +216,7 @@ def test_a_daemon_loads_opentelemetry_only_for_a_collector() -> None:
 
 
 @pytest.mark.parametrize("module", ["daemon", "__main__"])
-def test_what_few_need_is_loaded_by_its_first_use(module: str) -> None:
+def test_rich_and_cbor2_are_not_loaded_before_their_first_use(module: str) -> None:
     assert not loaded_by(module) & {"rich", "cbor2"}
 
 
@@ -241,7 +241,7 @@ def test_every_module_states_what_it_is(path: Path) -> None:
     assert ast.get_docstring(ast.parse(path.read_text())), "a module without a docstring"
 
 
-def test_a_name_is_of_one_class() -> None:
+def test_public_class_name_is_used_once() -> None:
     where: dict[str, list[str]] = {}
     for path in [*PACKAGE.rglob("*.py"), *adapter_files()]:
         for node in ast.parse(path.read_text()).body:

@@ -91,7 +91,7 @@ def test_an_engine_whose_daemon_was_killed_cannot_send(make_daemon, make_engine,
         firing(tmp_path, {"KVServerEngineWithoutCache", "KVServerUnsent"}, before, exposition())
 
 
-def test_a_fault_of_the_connector_is_one_of_the_engine(make_daemon, make_engine, monkeypatch, tmp_path):
+def test_connector_that_raises_alerts_as_an_engine_fault(make_daemon, make_engine, monkeypatch, tmp_path):
     engine = make_engine(make_daemon(), may_fail=True)
     with front_of(engine) as front:
         wait_until(lambda: front.connected)

@@ -89,7 +89,7 @@ def test_an_engine_without_kv_events_asks_nothing():
     stage.close()
 
 
-def test_one_question_at_a_time_and_a_pause_behind_each_answer(stage):
+def test_announcer_keeps_one_request_open_and_pauses_after_each_reply(stage):
     assert stage.end_pass()
     assert not stage.end_pass()
     stage.answer(KVEventsTaken(follow=7, cursor=0, events=[], whole=False))

@@ -78,7 +78,7 @@ def test_a_mark_is_made_when_the_time_has_moved_by_more_than_its_share():
     assert len(taken.marks) == 2 * 16
 
 
-def test_the_first_record_after_a_taking_has_its_time_though_none_has_passed():
+def test_first_record_after_a_drain_has_a_time_though_the_clock_stood_still():
     clock = Clock()
     churn = Churn(clock=clock)
     churn.begin(1, 1)
@@ -134,7 +134,7 @@ def test_evict_blocks_evicts_what_has_content_owned_or_not():
     assert sorted(words(churn.drain_records().records)) == ["evicted 1", "evicted 2"]
 
 
-def test_the_null_block_is_nobodys():
+def test_null_block_is_in_no_record():
     """Where a window moved on, tables name it; vLLM touches and frees it with the others."""
     churn = Churn()
     blocks = churn.begin(1, 2)
@@ -144,7 +144,7 @@ def test_the_null_block_is_nobodys():
     assert words(churn.drain_records().records) == ["accessed 1", "released 1"]
 
 
-def test_what_releases_nothing_has_no_time():
+def test_release_of_no_block_makes_no_record():
     clock = Clock()
     churn = Churn(clock=clock)
     blocks = churn.begin(1, 1)

@@ -76,7 +76,7 @@ def test_an_engine_without_any_request_reports_that_it_has_its_cache(make_daemon
     assert not engine.busy, "it makes one such step and no more"
 
 
-def test_the_gauges_are_there_from_the_start_and_read_no(make_engine, make_front_end):
+def test_gauges_exist_from_the_start_and_read_not_connected(make_engine, make_front_end):
     front = make_front_end(make_engine("ipc:///nobody/there", register=False))
     assert front.series("connected") == {(): 0.0}
     assert front.series("breaker_open") == {(): 0.0}
@@ -95,7 +95,7 @@ def test_the_daemon_is_asked_where_no_step_reports(make_daemon, make_engine, mak
     wait_reason(make_front_end(engine), "")
 
 
-def test_inside_multi_connector(make_daemon, make_engine, make_front_end):
+def test_engine_inside_multi_connector_reports_whether_its_cache_is_on(make_daemon, make_engine, make_front_end):
     def nested(config, caches):
         inner = {
             "kv_connector": "KVServerConnector",
@@ -129,7 +129,7 @@ def test_an_engine_with_another_connector_has_none_of_these_metrics(make_daemon,
 # ---- it has none, and why -----------------------------------------------------------------------
 
 
-def test_no_daemon(make_engine, make_front_end, tmp_path):
+def test_engine_without_a_daemon_reports_no_daemon_and_the_endpoint(make_engine, make_front_end, tmp_path):
     engine = started(make_engine(f"ipc://{tmp_path}/none.sock"))
     front = make_front_end(engine)
     front.record_steps()
@@ -147,7 +147,7 @@ def test_the_daemon_of_an_idle_engine_goes_and_comes_back(make_daemon, make_engi
     wait_reason(front, "")
 
 
-def test_the_daemon_of_an_idle_engine_hangs(make_daemon, make_engine, make_front_end):
+def test_hung_daemon_of_an_idle_engine_is_reported_until_it_runs_again(make_daemon, make_engine, make_front_end):
     daemon = make_daemon()
     front = make_front_end(started(make_engine(daemon)))
     wait_reason(front, "")
@@ -187,7 +187,9 @@ def test_a_second_engine_with_the_same_id_is_seen_to_be_refused_until_the_first_
 
 
 @pytest.mark.parametrize("steps", [True, False], ids=["it steps", "it is idle"])
-def test_one_rank_that_was_refused_is_enough(make_daemon, make_engine, make_front_end, make_tap, steps):
+def test_engine_with_one_refused_rank_is_reported_without_cache(
+    make_daemon, make_engine, make_front_end, make_tap, steps
+):
     tap = make_tap(make_daemon())
     tap.instead = lambda message: (
         Error(code="bad_memory", message="cannot be mapped")
@@ -205,7 +207,7 @@ def test_one_rank_that_was_refused_is_enough(make_daemon, make_engine, make_fron
     assert not front.connected
 
 
-def test_another_version(make_daemon, make_engine, make_front_end, make_tap):
+def test_daemon_of_another_version_is_reported_as_version_mismatch(make_daemon, make_engine, make_front_end, make_tap):
     tap = make_tap(make_daemon())
     tap.instead = lambda message: (
         Error(code="version_mismatch", message="speaks 9 to 10") if isinstance(message, Hello) else None
@@ -216,7 +218,7 @@ def test_another_version(make_daemon, make_engine, make_front_end, make_tap):
     wait_reason(front, "refused_version_mismatch")
 
 
-def test_a_configuration_that_is_not_served(make_daemon, make_engine, make_front_end):
+def test_engine_with_an_unsupported_configuration_reports_unsupported(make_daemon, make_engine, make_front_end):
     def refused(config, caches):
         config.kv_transfer_config.kv_role = "kv_consumer"
 
@@ -228,7 +230,9 @@ def test_a_configuration_that_is_not_served(make_daemon, make_engine, make_front
     ]
 
 
-def test_memory_that_cannot_be_shared(make_daemon, make_engine, make_front_end, monkeypatch):
+def test_engine_whose_memory_cannot_be_shared_reports_cannot_share(
+    make_daemon, make_engine, make_front_end, monkeypatch
+):
     monkeypatch.setattr(host_memory.os, "statvfs", lambda path: SimpleNamespace(f_bavail=16, f_frsize=4096))
     front = make_front_end(started(make_engine(make_daemon())))
     front.record_steps()
@@ -237,7 +241,7 @@ def test_memory_that_cannot_be_shared(make_daemon, make_engine, make_front_end, 
     assert len(front.reasons[0][1]) <= 200
 
 
-def test_settings_that_are_none(make_daemon, make_engine, make_front_end):
+def test_engine_with_an_unknown_setting_reports_setup_failed(make_daemon, make_engine, make_front_end):
     engine = started(make_engine(make_daemon(), extra={"kvserver.loadtimeout": 5}, may_fail=True))
     front = make_front_end(engine)
     front.record_steps()
@@ -245,7 +249,7 @@ def test_settings_that_are_none(make_daemon, make_engine, make_front_end):
     assert front.series("faults_total")["_set_up",] == 2, "one a half"
 
 
-def test_a_fault_that_ended_the_use_of_the_cache(make_daemon, make_engine, make_front_end, monkeypatch):
+def test_fault_that_ended_the_use_of_the_cache_is_reported(make_daemon, make_engine, make_front_end, monkeypatch):
     engine = make_engine(make_daemon(), may_fail=True)
     monkeypatch.setattr("kvserver.adapters.vllm.variants.Variants.weights_changed", lambda *_: 1 / 0)
     engine.scheduler.reset_prefix_cache(reset_connector=True)
@@ -272,7 +276,7 @@ def test_an_engine_on_another_machine_is_not_taken_for_one_without_cache(
     assert front.connected
 
 
-def test_of_several_api_servers_the_one_that_knows_speaks_for_all(tmp_path):
+def test_several_api_servers_report_the_reason_that_one_of_them_knows(tmp_path):
     ended = subprocess.run(
         [sys.executable, Path(__file__).with_name("api_servers.py")],
         cwd=tmp_path,
@@ -290,7 +294,7 @@ def test_of_several_api_servers_the_one_that_knows_speaks_for_all(tmp_path):
 # ---- what is counted ----------------------------------------------------------------------------
 
 
-def test_what_the_daemon_refused_is_counted_by_its_code(make_daemon, make_engine, make_front_end, make_tap):
+def test_refusals_of_the_daemon_are_counted_by_error_code(make_daemon, make_engine, make_front_end, make_tap):
     tap = make_tap(make_daemon(chunk_tokens=CHUNK))
     make_engine(tap.endpoint).generate("cold", TOKENS)
     engine = make_engine(tap.endpoint)
@@ -309,7 +313,7 @@ def test_what_the_daemon_refused_is_counted_by_its_code(make_daemon, make_engine
     assert front.series("refused_total")["other",] == 1
 
 
-def test_what_could_not_be_sent_is_counted(make_daemon, make_engine, make_front_end, caplog):
+def test_messages_that_could_not_be_sent_are_counted(make_daemon, make_engine, make_front_end, caplog):
     """A store that was planned before the worker noticed that the daemon had died."""
     daemon = make_daemon()
     engine = make_engine(daemon)
@@ -326,7 +330,7 @@ def test_what_could_not_be_sent_is_counted(make_daemon, make_engine, make_front_
     assert front.series("unsent_total")[()] > 0
 
 
-def test_blocks_out_of_use_and_stores_cancelled_for_others(make_daemon, make_engine, make_front_end):
+def test_quarantined_blocks_and_cancelled_stores_are_in_the_metrics(make_daemon, make_engine, make_front_end):
     daemon = make_daemon(pauses=True)
     make_engine(daemon).generate("cold", TOKENS)
     engine = make_engine(daemon, num_blocks=40, extra={"kvserver.load_timeout_ms": 800})
@@ -353,7 +357,7 @@ def test_blocks_out_of_use_and_stores_cancelled_for_others(make_daemon, make_eng
     assert front.series("cancelled_stores_total")[()] > 0
 
 
-def test_faults_are_counted_where_they_were(make_daemon, make_engine, make_front_end, monkeypatch):
+def test_faults_are_counted_by_the_method_that_raised(make_daemon, make_engine, make_front_end, monkeypatch):
     engine = make_engine(make_daemon(), may_fail=True)
     front = make_front_end(engine)
     assert front.series("faults_total")["on_new_request",] == 0
@@ -365,7 +369,7 @@ def test_faults_are_counted_where_they_were(make_daemon, make_engine, make_front
     assert sum(front.series("faults_total").values()) == 2
 
 
-def test_every_place_is_known_beforehand():
+def test_every_place_of_a_fault_has_a_series_before_its_first_fault():
     """An alert on a counter sees its first increase only if it was there before."""
     found = set()
     for path in Path(kvserver.adapters.vllm.__file__).parents[1].rglob("*.py"):
@@ -385,7 +389,7 @@ def test_every_place_is_known_beforehand():
     assert found | made == set(PLACES)
 
 
-def test_what_helps_is_known_for_every_reason():
+def test_every_reason_has_a_fix_and_is_documented():
     assert set(REASONS) <= set(HELP)
     page = (Path(__file__).parents[2] / "adapters/README.md").read_text()
     assert [reason for reason in HELP if f"`{reason}`" not in page and not reason.startswith("refused_")] == []
@@ -394,7 +398,7 @@ def test_what_helps_is_known_for_every_reason():
 # ---- it stays harmless --------------------------------------------------------------------------
 
 
-def test_series_are_few_whatever_is_reported(make_engine, make_front_end, caplog):
+def test_series_stay_bounded_whatever_reasons_and_places_are_reported(make_engine, make_front_end, caplog):
     front = make_front_end(make_engine("ipc:///nobody/there", register=False))
     for number in range(100):
         front.observe({"halves": {"rank 0": [f"reason {number}", f"text {number}"]}, "faults": {f"place {number}": 1}})
@@ -408,7 +412,7 @@ def test_series_are_few_whatever_is_reported(make_engine, make_front_end, caplog
     assert "not complete" not in caplog.text
 
 
-def test_what_makes_no_sense_is_logged_once_and_raises_nothing(make_engine, make_front_end, caplog):
+def test_malformed_stats_are_logged_once_and_raise_nothing(make_engine, make_front_end, caplog):
     caplog.set_level(logging.ERROR, "vllm.kvserver")
     front = make_front_end(make_engine("ipc:///nobody/there", register=False))
     for figures in ({"halves": 7}, {"halves": {"rank 0": "?"}}, {"refused": [1]}, {"quarantined_blocks": "many"}):

@@ -72,7 +72,7 @@ def store(state, seconds_late=EARLY, *, ended=False, timed_out=False):
         (store(RUNNING, LATE, timed_out=True), Action.FAIL),  # the server publishes nothing after the deadline
     ],
 )
-def test_what_follows_from_what_is_known(found, expected):
+def test_state_and_age_of_a_copy_decide_its_action(found, expected):
     assert found is expected
 
 

@@ -64,7 +64,7 @@ def wait_for(index, blocks):
         time.sleep(0.01)
 
 
-def test_what_was_published_before_and_after_is_read(publisher, index):
+def test_events_published_before_and_after_the_registration_are_read(publisher, index):
     publish(publisher, stored(BLOCKS[:3]))
     index.observe(registered(publisher))
     wait_for(index, 3)

@@ -34,7 +34,9 @@ def internal_ids(request_id: str, samples: int) -> list[str]:
     ("of_the_api_server", "known"),  # `cmpl-{X-Request-Id}-{prompt}` and `chatcmpl-{X-Request-Id}`
     [("cmpl-7d1c-0", ["cmpl-7d1c", "7d1c"]), ("chatcmpl-my-id", ["chatcmpl-my-id", "my-id"])],
 )
-def test_what_a_client_knows_finds_its_request(make_daemon, make_engine, of_the_api_server, known, samples):
+def test_ids_that_a_client_knows_find_their_requests_in_explain(
+    make_daemon, make_engine, of_the_api_server, known, samples
+):
     daemon = make_daemon(chunk_tokens=CHUNK)
     engine = make_engine(daemon)
     ids = internal_ids(of_the_api_server, samples)

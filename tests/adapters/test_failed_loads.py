@@ -135,7 +135,9 @@ def test_an_answer_from_before_a_failure_is_not_used_as_far_as_it_failed(
     assert waits.external == 2 * CHUNK
 
 
-def test_a_lookup_goes_as_far_as_nothing_failed(clock: Clock, tap: Tap, make_engine: MakeEngine) -> None:
+def test_lookup_ends_before_the_first_chunk_that_failed_to_load(
+    clock: Clock, tap: Tap, make_engine: MakeEngine
+) -> None:
     """What is before the failed chunks, and other prompts, are loaded as ever."""
     stored(tap, make_engine)
     other = TOKENS[: 2 * CHUNK] + prompt(9, 2 * CHUNK + 5)
@@ -153,7 +155,7 @@ def test_a_lookup_goes_as_far_as_nothing_failed(clock: Clock, tap: Tap, make_eng
     assert engine.generate("other", other).external == 4 * CHUNK
 
 
-def test_what_is_stored_anew_is_loaded_at_once(
+def test_chunks_stored_anew_after_a_failed_load_are_loaded_at_once(
     clock: Clock, make_daemon: MakeDaemon, make_tap: MakeTap, make_engine: MakeEngine
 ) -> None:
     """A load failed since the chunks were cleared meanwhile; also on both of two ranks."""
@@ -176,7 +178,7 @@ def test_what_is_stored_anew_is_loaded_at_once(
         engine.close()
 
 
-def test_what_a_request_of_one_step_stores_is_known_though_it_ends_before_its_store(
+def test_failed_chunks_are_loaded_once_their_request_stored_them_after_its_end(
     clock: Clock, make_daemon: MakeDaemon, make_tap: MakeTap, make_engine: MakeEngine
 ) -> None:
     daemon = make_daemon(chunk_tokens=CHUNK, pauses=True)
@@ -201,7 +203,7 @@ def test_what_a_request_of_one_step_stores_is_known_though_it_ends_before_its_st
     assert engine.generate("again", TOKENS).external == 4 * CHUNK
 
 
-def test_another_daemon_is_asked_at_once(
+def test_chunks_that_failed_at_one_daemon_are_loaded_from_the_next_at_once(
     clock: Clock, make_daemon: MakeDaemon, make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     daemon = make_daemon(chunk_tokens=CHUNK)
@@ -231,7 +233,7 @@ def test_another_daemon_is_asked_at_once(
 
 
 @pytest.mark.parametrize("name", sorted(HYBRIDS))
-def test_windows_and_states_are_not_tried_again_either(
+def test_failed_load_of_windows_and_states_is_not_tried_again(
     clock: Clock, tap: Tap, make_engine: MakeEngine, name: str
 ) -> None:
     model = HYBRIDS[name]
@@ -251,7 +253,7 @@ def test_windows_and_states_are_not_tried_again_either(
     assert engine.generate("later", tokens).external > 0
 
 
-def test_single_blocks_are_not_tried_again_either(
+def test_failed_load_of_single_blocks_is_not_tried_again(
     clock: Clock, make_daemon: MakeDaemon, make_tap: MakeTap, make_engine: MakeEngine
 ) -> None:
     tap = make_tap(make_daemon(chunk_tokens=CHUNK, tails="on"))
@@ -280,7 +282,7 @@ def store(copy_id: int, names: bytes, group: int = 0) -> StoreSpec:
     return StoreSpec(copy_id, "r", "v", 1, names, b"", None, group)
 
 
-def test_it_is_bounded_and_forgets_ends_of_prompts_first() -> None:
+def test_failed_loads_are_bounded_and_forget_ends_of_prompts_first() -> None:
     failed = FailedLoads(Clock())
     failed.failed(load(1, keys(0, 3 * MOST_KEYS)))
     assert len(failed) == MOST_KEYS
@@ -302,7 +304,7 @@ def test_loads_that_overlap_are_all_remembered() -> None:
         assert [number for number in range(10) if not failed.leading("v", keys(number, 1))] == [3, 4, 5, 6, 7]
 
 
-def test_each_key_has_its_time() -> None:
+def test_each_failed_key_expires_at_a_time_of_its_own() -> None:
     clock = Clock()
     failed = FailedLoads(clock)
     failed.failed(load(1, keys(0, 2)))
@@ -314,13 +316,13 @@ def test_each_key_has_its_time() -> None:
     assert (failed.leading("v", keys(0, 3)), bool(failed)) == (3, False)
 
 
-def test_other_weights_are_other_keys() -> None:
+def test_failed_key_of_one_variant_is_not_failed_for_another() -> None:
     failed = FailedLoads(Clock())
     failed.failed(load(1, keys(0, 2)))
     assert failed.leading("another", keys(0, 2)) == 2
 
 
-def test_only_a_store_of_the_same_group_by_all_ranks_ends_it() -> None:
+def test_failed_key_is_forgotten_only_after_all_ranks_stored_its_group() -> None:
     failed = FailedLoads(Clock())
     failed.failed(load(1, keys(0, 2)))
     failed.failed(load(2, keys(0, 2), group=1))
@@ -336,7 +338,7 @@ def test_only_a_store_of_the_same_group_by_all_ranks_ends_it() -> None:
     assert not failed
 
 
-def test_a_store_that_was_planned_before_does_not_end_it() -> None:
+def test_store_planned_before_the_failed_load_does_not_forget_its_keys() -> None:
     failed = FailedLoads(Clock())
     failed.store_planned(store(3, keys(0, 2)), 1)
     failed.failed(load(4, keys(0, 2)))
@@ -344,7 +346,7 @@ def test_a_store_that_was_planned_before_does_not_end_it() -> None:
     assert failed.leading("v", keys(0, 2)) == 0
 
 
-def test_a_load_from_the_daemon_before_counts_nothing() -> None:
+def test_failed_load_of_an_earlier_session_is_not_remembered() -> None:
     failed = FailedLoads(Clock())
     failed.begin_session(5)
     failed.failed(load(4, keys(0, 2)))

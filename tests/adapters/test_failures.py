@@ -106,7 +106,7 @@ def test_a_load_that_was_given_up_is_never_begun(stored, make_engine, make_tap):
 # ---- it dies ----------------------------------------------------------------------------------
 
 
-def test_killed_between_lookup_and_load(stored, make_engine, asynchronous):
+def test_request_is_computed_when_its_daemon_is_killed_between_lookup_and_load(stored, make_engine, asynchronous):
     daemon = stored()
     engine = make_engine(daemon, asynchronous=asynchronous)
     engine.before_step = lambda plan: daemon.kill() if plan.loads else None
@@ -129,7 +129,7 @@ def test_cleared_between_lookup_and_load(stored, make_engine, asynchronous):
     assert make_engine(daemon).generate("again", TOKENS).external == 4 * CHUNK
 
 
-def test_restarted_between_lookup_and_load(stored, make_engine):
+def test_request_is_computed_when_its_daemon_restarts_between_lookup_and_load(stored, make_engine):
     daemon = stored()
     engine = make_engine(daemon)
 
@@ -143,7 +143,7 @@ def test_restarted_between_lookup_and_load(stored, make_engine):
     assert engine.received == ["warm"]
 
 
-def test_killed_during_a_load(stored, make_engine, asynchronous):
+def test_request_is_computed_when_its_daemon_is_killed_during_the_load(stored, make_engine, asynchronous):
     daemon = stored(pauses=True)
     engine = make_engine(daemon, asynchronous=asynchronous)
     with daemon.paused_copies():
@@ -154,7 +154,7 @@ def test_killed_during_a_load(stored, make_engine, asynchronous):
     assert engine.received == ["warm"]
 
 
-def test_killed_during_a_store(make_daemon, make_engine):
+def test_pending_store_ends_when_its_daemon_is_killed(make_daemon, make_engine):
     daemon = make_daemon(pauses=True)
     engine = make_engine(daemon)
     with daemon.paused_copies():
@@ -239,7 +239,7 @@ def test_aborted_while_the_daemon_is_stopped_in_its_load(stored, make_engine):
     wait_until(lambda: engine.generate_free("tick") == 99, 10, "the blocks come back")
 
 
-def test_stopped_before_a_load_began_holds_nothing(stored, make_engine):
+def test_daemon_stopped_before_a_load_began_keeps_no_block_out_of_use(stored, make_engine):
     """Cancelled while PENDING: the daemon will not touch a byte, so that the blocks are free at once."""
     daemon = stored()
     engine = make_engine(daemon, extra={"kvserver.load_timeout_ms": 100, "kvserver.store_timeout_ms": 300})
@@ -256,7 +256,7 @@ def test_stopped_before_a_load_began_holds_nothing(stored, make_engine):
     engine.generate("next", prompt(5, 3 * CHUNK))
 
 
-def test_stopped_during_a_store_whose_blocks_are_reused(make_daemon, make_engine):
+def test_store_of_a_stopped_daemon_publishes_no_bytes_of_reused_blocks(make_daemon, make_engine):
     daemon = make_daemon(pauses=True)
     engine = make_engine(daemon, num_blocks=24, extra=IMPATIENT)
     with daemon.paused_copies():

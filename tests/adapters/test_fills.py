@@ -57,7 +57,7 @@ def test_what_an_earlier_daemon_wrote_is_loaded(daemon: Daemon, make_engine: Mak
     daemon.wait_for_accounting(tickets=0, pins=0, leases=0)
 
 
-def test_all_ranks_load_it(daemon: Daemon, make_engine: MakeEngine) -> None:
+def test_all_ranks_load_what_an_earlier_daemon_wrote(daemon: Daemon, make_engine: MakeEngine) -> None:
     tokens = prompt(2, 3 * CHUNK + 20)
     first = make_engine(daemon, world_size=2)
     first.generate("cold", tokens)
@@ -67,7 +67,7 @@ def test_all_ranks_load_it(daemon: Daemon, make_engine: MakeEngine) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(HYBRIDS))
-def test_windows_and_states_come_back(daemon: Daemon, make_engine: MakeEngine, name: str) -> None:
+def test_windows_and_states_of_an_earlier_daemon_are_loaded(daemon: Daemon, make_engine: MakeEngine, name: str) -> None:
     """As far as a boundary was kept: the chunks of a hit are those of a daemon that never ended."""
     model = HYBRIDS[name]
     tokens = prompt(3, 5 * model.chunk + 20)
@@ -165,7 +165,7 @@ def test_an_engine_that_has_a_prompt_itself_awaits_no_fill(stoppable: Stoppable,
     engine.run()
 
 
-def test_nothing_is_awaited_where_that_is_switched_off(stoppable: Stoppable, make_engine: MakeEngine) -> None:
+def test_request_awaits_no_fill_where_the_fill_timeout_is_zero(stoppable: Stoppable, make_engine: MakeEngine) -> None:
     tokens = prompt(7, 3 * CHUNK + 20)
     stored(stoppable, make_engine, tokens)
     engine = make_engine(stoppable.running.endpoint, extra={"kvserver.fill_timeout_ms": 0})

@@ -46,7 +46,7 @@ def test_an_engine_describes_itself_in_its_first_step(make_daemon, make_tap, mak
     assert (sent.events_endpoint, sent.events_replay_endpoint, sent.events_topic) == ("", "", "")
 
 
-def test_it_describes_itself_again_where_its_weights_changed(make_daemon, make_tap, make_engine):
+def test_engine_describes_itself_again_after_its_weights_changed(make_daemon, make_tap, make_engine):
     tap = make_tap(make_daemon())
     engine = make_engine(tap.endpoint)
     engine.generate("old", prompt(1, 2 * CHUNK))
@@ -57,7 +57,7 @@ def test_it_describes_itself_again_where_its_weights_changed(make_daemon, make_t
 
 
 @pytest.mark.parametrize("code", [ErrorCode.NOT_READY, ErrorCode.UNKNOWN_INSTANCE])
-def test_it_describes_itself_again_where_it_was_refused(make_daemon, make_tap, make_engine, code):
+def test_engine_describes_itself_again_after_a_refusal(make_daemon, make_tap, make_engine, code):
     tap = make_tap(make_daemon())
     refusal = Error(code=code.value, message="of the test")
 
@@ -69,7 +69,7 @@ def test_it_describes_itself_again_where_it_was_refused(make_daemon, make_tap, m
     wait_until(lambda: engine.generate_free("r") and len(descriptions(tap)) == 2, 20)
 
 
-def test_it_describes_itself_again_from_time_to_time(make_daemon, make_tap, make_engine, monkeypatch):
+def test_engine_describes_itself_again_from_time_to_time(make_daemon, make_tap, make_engine, monkeypatch):
     """The daemon forgets it with its workers, which may register anew while the scheduler is not notified."""
     monkeypatch.setattr(introduction, "_AGAIN_SECONDS", 0.01)
     tap = make_tap(make_daemon())
@@ -78,7 +78,7 @@ def test_it_describes_itself_again_from_time_to_time(make_daemon, make_tap, make
     assert all(sent == descriptions(tap)[0] for sent in descriptions(tap))
 
 
-def test_it_describes_itself_to_each_daemon(make_daemon, make_tap, make_engine):
+def test_engine_describes_itself_to_each_daemon(make_daemon, make_tap, make_engine):
     daemon = make_daemon()
     tap = make_tap(daemon)
     engine = make_engine(tap.endpoint)
@@ -118,7 +118,7 @@ def test_a_window_is_described(model_folder):
         ("inproc://events", None, ("", "")),
     ],
 )
-def test_the_engines_own_events_are_described_by_where_to_connect(model_folder, endpoint, replay, expected):
+def test_description_states_where_to_connect_for_the_engines_own_events(model_folder, endpoint, replay, expected):
     adjust = with_events(publisher="zmq", endpoint=endpoint, replay_endpoint=replay, topic="kv")
     sent = described(model_folder, adjust=adjust)
     assert (sent.events_endpoint, sent.events_replay_endpoint) == expected

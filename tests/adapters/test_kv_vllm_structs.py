@@ -28,7 +28,7 @@ def published() -> Iterator[Published]:
     made.close()
 
 
-def test_its_structs_decode_every_event(published: Published) -> None:
+def test_structs_of_vllm_decode_every_event(published: Published) -> None:
     subscriber = published.subscriber()
     one = KVChunk(
         named("b"), describe("a", "b", parent="p", lora_name="lora", extra_keys=[None, ["lora", ["image", 0]]])
@@ -60,7 +60,7 @@ def test_its_structs_decode_every_event(published: Published) -> None:
     assert events[2] == BlockRemoved(block_hashes=names, medium="CPU", group_idx=0, locality="LOCAL")
 
 
-def test_its_structs_decode_the_events_of_a_window_beside_full_attention() -> None:
+def test_structs_of_vllm_decode_the_events_of_a_window_beside_full_attention() -> None:
     published = Published()
     published.feed.reader_connected("engine", HERE, groups=(KVGroup("full_attention"), KVGroup("sliding_window", 32)))
     try:
@@ -81,7 +81,7 @@ def test_its_structs_decode_the_events_of_a_window_beside_full_attention() -> No
     assert events[2] == BlockRemoved(block_hashes=names[2:], medium="CPU", group_idx=1, locality="LOCAL")
 
 
-def test_integers_are_those_that_it_publishes_for_its_own_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_integer_hashes_equal_those_that_vllm_publishes_for_its_own_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "1")
     for text in ("a", "b", "c"):
         assert maybe_convert_block_hash(BlockHash(named(text))) == in_form(named(text), "int")
@@ -122,7 +122,7 @@ class Example:
         self.last = sequence
 
 
-def test_its_example_of_a_subscriber_follows_and_replays(published: Published) -> None:
+def test_example_subscriber_of_vllm_follows_and_replays(published: Published) -> None:
     stream = published.stream()
     example = Example(stream.endpoint, stream.replay_endpoint)
     try:

@@ -173,7 +173,7 @@ def test_a_load_waits_for_no_forward_of_its_own_step(stored, make_engine, asynch
     assert (answer.right, answer.external, other.right) == (True, 4 * CHUNK, True)
 
 
-def test_without_the_order_this_rig_would_see_foreign_bytes(make_daemon, make_engine):
+def test_unordered_store_copies_foreign_bytes_in_this_rig(make_daemon, make_engine):
     """The control: a store that begins with its step copies what the blocks contained before."""
     daemon = make_daemon()
     gpu = LateGpu(on_hold=True, ordered=False)

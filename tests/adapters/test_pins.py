@@ -120,7 +120,7 @@ def test_a_late_store_stores_what_its_request_computed(make_daemon, make_early_w
     assert make_engine(daemon).generate("warm", FIRST).external == 4 * CHUNK - 1
 
 
-def test_without_pins_this_test_would_see_foreign_bytes(make_daemon, make_early_writer, make_engine, monkeypatch):
+def test_store_without_pins_copies_foreign_bytes_in_this_rig(make_daemon, make_early_writer, make_engine, monkeypatch):
     """The control: what the test above would see of an adapter that forgets the hazard."""
     for name in ("pin", "unpin"):
         monkeypatch.setattr(PoolHook, name, lambda self, block_ids: None)

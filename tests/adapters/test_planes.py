@@ -186,7 +186,7 @@ def test_a_layer_that_is_no_tensor_is_refused():
         share({"layers.0": [torch.zeros(B, N)]}, B)
 
 
-def test_with_two_blocks_and_keys_apart_from_values_nothing_is_guessed():
+def test_ambiguous_block_dimension_of_two_blocks_is_refused_unless_it_is_known():
     with pytest.raises(UnsupportedLayout, match=r"dimensions \[0, 1"):
         block_dimension((2, 2, N, H, C), 2)
     assert block_dimension((2, 2, N, H, C), 2, known=1) == 1

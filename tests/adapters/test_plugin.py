@@ -18,7 +18,7 @@ def test_a_vllm_without_the_registry_costs_one_warning(monkeypatch, caplog):
     assert "KVServerConnector" in record.getMessage()
 
 
-def test_vllm_loads_it_in_each_process_and_it_imports_nothing_of_the_connector(tmp_path):
+def test_plugin_registers_the_connector_without_importing_it(tmp_path):
     code = """
 import sys
 from importlib.metadata import entry_points

@@ -222,7 +222,7 @@ def promised(l1: int, l2: int) -> tuple[Promises, Counter[str]]:
     return promises, counters
 
 
-def test_vllm_may_use_a_part_of_it() -> None:
+def test_promised_tokens_that_vllm_uses_in_part_are_withdrawn_for_the_rest() -> None:
     promises, counters = promised(100, 60)
     assert promises.placed("r", 130) == 30
     assert promises.being_loaded("r") == (100, 30)
@@ -233,7 +233,7 @@ def test_vllm_may_use_a_part_of_it() -> None:
     }  # fmt: skip
 
 
-def test_vllm_may_use_nothing_of_it() -> None:
+def test_promised_tokens_that_vllm_does_not_use_are_withdrawn() -> None:
     """Another connector has more."""
     promises, counters = promised(100, 0)
     assert promises.placed("r", 0) == 0
@@ -241,7 +241,7 @@ def test_vllm_may_use_nothing_of_it() -> None:
     assert counters == {"promised_tokens_l1": 100, "withdrawn_tokens_l1 not_used": 100}
 
 
-def test_the_last_answer_counts() -> None:
+def test_last_answer_decides_the_promised_tokens() -> None:
     promises, counters = promised(100, 0)
     promises.answered("r", 160, 60)
     promises.placed("r", 160)
@@ -252,7 +252,7 @@ def test_the_last_answer_counts() -> None:
     assert counters.total() == 160
 
 
-def test_an_answer_beyond_what_is_promised_is_not_of_l2() -> None:
+def test_promised_tokens_of_l2_never_exceed_all_promised_tokens() -> None:
     """The engine has the rest itself, or computes it."""
     promises, counters = promised(0, 60)
     promises.answered("r", 40, 60)

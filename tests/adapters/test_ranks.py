@@ -112,7 +112,7 @@ def test_blocks_that_no_rank_can_get_back_are_quarantined_until_both_can(make_da
     wait_until(lambda: warm.generate_free("tick") == warm.num_blocks - 1, 10, "the blocks come back")
 
 
-def test_killed_during_a_load_of_two_ranks(make_daemon, pair):
+def test_request_of_two_ranks_is_computed_when_the_daemon_is_killed_during_its_load(make_daemon, pair):
     daemon = make_daemon(pauses=True)
     pair(daemon).generate("cold", TOKENS)
     warm = pair(daemon)
@@ -149,7 +149,7 @@ def same_on_all(config, caches):
     caches.kv_tp_replicas = config.parallel_config.tensor_parallel_size
 
 
-def test_what_all_ranks_hold_is_stored_once_and_loaded_by_each(make_daemon, pair):
+def test_replicated_kv_is_stored_once_and_loaded_by_each_rank(make_daemon, pair):
     daemon = make_daemon()
     cold = pair(daemon, adjust=same_on_all)
     cold.generate("cold", TOKENS)
@@ -176,14 +176,14 @@ def test_ranks_take_turns_to_store_what_all_hold(make_daemon, make_tap, pair):
     )
 
 
-def test_the_same_ranks_without_that_word_share_nothing_with_them(make_daemon, pair):
+def test_engines_with_and_without_replicated_kv_share_nothing(make_daemon, pair):
     daemon = make_daemon()
     pair(daemon, adjust=same_on_all).generate("cold", TOKENS)
     assert pair(daemon).generate("warm", TOKENS).external == 0
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_one_rank_that_cannot_load_what_all_share_costs_the_hit(make_daemon, pair, failing):
+def test_replicated_hit_is_computed_when_one_rank_cannot_load_it(make_daemon, pair, failing):
     daemon = make_daemon()
     pair(daemon, adjust=same_on_all).generate("cold", TOKENS)
     warm = pair(daemon, adjust=same_on_all)

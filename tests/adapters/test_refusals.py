@@ -107,7 +107,7 @@ def partial_hits(config, caches):
 
 
 @pytest.mark.parametrize("name", ["gpu_block_pool", "block_pool"])
-def test_a_pool_in_a_schedulers_context_is_taken(make_daemon, make_engine, warnings_of, monkeypatch, name):
+def test_block_pool_of_a_scheduler_context_serves_the_engine(make_daemon, make_engine, warnings_of, monkeypatch, name):
     """vllm#53067 replaces bind_gpu_block_pool."""
 
     def bind(connector, pool):
@@ -164,7 +164,7 @@ def test_blocks_that_are_written_before_all_else_of_a_step_are_served(
 @pytest.mark.parametrize(
     ("adjust", "reason"), [(two_groups, "2 KV cache groups"), (a_window, "KV cache of kind SlidingWindowSpec")]
 )
-def test_refused_where_a_failed_load_cannot_fail_its_request(
+def test_engine_before_vllm_0_30_is_refused_where_a_failed_load_cannot_fail_its_request(
     make_daemon, make_halves, warnings_of, monkeypatch, adjust, reason
 ):
     """Before vLLM 0.30 the failed blocks are computed in place: wrong upon null blocks, and not taken of several groups."""
@@ -207,7 +207,7 @@ def test_a_bad_key_is_named_and_the_engine_serves(make_daemon, make_engine, capl
     assert set(engine.errors().values()) == {2}, "once a half"
 
 
-def test_keys_of_others_are_left_alone(make_daemon, make_engine):
+def test_settings_of_other_connectors_are_ignored(make_daemon, make_engine):
     daemon = make_daemon()
     make_engine(daemon, extra={"lmcache.something": 3}).generate("a", TOKENS)
     assert make_engine(daemon).generate("b", TOKENS).external == 3 * CHUNK

@@ -105,7 +105,7 @@ def test_vllm_finds_the_plugin():
 
 
 @pytest.mark.parametrize("why", ["no connector", "another connector", "turned off", "bad settings"])
-def test_it_does_nothing_where_it_has_nothing_to_report(model_folder, make_logger, why):
+def test_stat_logger_without_anything_to_report_starts_no_thread(model_folder, make_logger, why):
     config, _ = configure(model_folder, "ipc:///nobody", extra={"kvserver.load_interval_ms": 0})
     if why == "no connector":
         config.kv_transfer_config = None
@@ -164,7 +164,7 @@ def test_a_daemon_that_does_not_know_the_engine_is_notified_ever_more_rarely(
         assert after in (min(2 * before, 8 * 0.02), 0.02)
 
 
-def test_what_vllm_reports_in_another_shape_is_logged_once_and_no_more_sent(model_folder, make_logger, caplog):
+def test_stats_of_another_shape_are_logged_once_and_sent_no_more(model_folder, make_logger, caplog):
     config, _ = configure(model_folder, "ipc:///nobody", extra=SOON)
     logger = KVServerStatLogger(config, 0)
     for _ in range(3):
@@ -172,7 +172,7 @@ def test_what_vllm_reports_in_another_shape_is_logged_once_and_no_more_sent(mode
     assert caplog.text.count("the stats of this engine are no longer sent to the daemon") == 1
 
 
-def test_its_thread_ends_with_the_logger(model_folder):
+def test_thread_of_the_stat_logger_ends_with_the_logger(model_folder):
     config, _ = configure(model_folder, "ipc:///nobody", extra=SOON)
     logger = KVServerStatLogger(config, 0)
     assert len(tellers()) == 1

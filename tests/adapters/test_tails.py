@@ -255,7 +255,7 @@ def test_ranks_with_the_same_kv_take_turns_by_blocks(daemon, make_engine):
     assert warm.generate("warm", tokens).external == CHUNK + 3 * BLOCK
 
 
-def test_a_model_with_windows_goes_on_with_chunks(daemon, make_engine):
+def test_model_with_windows_stores_chunks_and_no_tail_blocks(daemon, make_engine):
     tokens = prompt(19, 3 * CHUNK + 2 * BLOCK + 1)
     make_engine(daemon, window=24).generate("cold", tokens, count=1)
     warm = make_engine(daemon, window=24)

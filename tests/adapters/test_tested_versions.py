@@ -26,7 +26,7 @@ def version(request, monkeypatch):
     return request.param
 
 
-def test_one_line_names_the_versions_and_warns_of_others(version, first_lines):
+def test_first_line_names_the_tested_versions_and_warns_of_an_untested_one(version, first_lines):
     ((level, line),) = first_lines
     assert all(each in line for each in (*ENGINES, *PYTHON_ONLY, version))
     untested = version == "99.0.0"
@@ -34,10 +34,10 @@ def test_one_line_names_the_versions_and_warns_of_others(version, first_lines):
     assert ("never tested" in line) == untested
 
 
-def test_doctor_calls_vllm_too_old_before_the_oldest_of_them():
+def test_doctor_calls_vllm_too_old_below_the_oldest_tested_version():
     assert ".".join(map(str, OLDEST_VLLM)) == ENGINES[0]
 
 
-def test_these_tests_run_beside_the_version_that_is_meant():
+def test_installed_vllm_is_the_version_under_test():
     """`tests/versions/run.py` names it; else it is the newest of which there are real engines."""
     assert vllm.__version__.split("+")[0] == os.environ.get("KVSERVER_TEST_VLLM", ENGINES[-1])

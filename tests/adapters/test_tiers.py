@@ -53,7 +53,7 @@ def restart(daemon: Daemon) -> None:
     wait_until(lambda: all(tier["state"] == "ready" for tier in daemon.status()["l2"]))
 
 
-def test_of_l2_too_a_lora_loads_what_its_own_files_made_only(
+def test_lora_loads_from_l2_only_kv_of_its_own_files(
     make_daemon: MakeDaemon, make_engine: MakeEngine, tmp_path: Path
 ) -> None:
     daemon, tokens = make_daemon(l2=f"file://{tmp_path}/l2?size=64MiB"), prompt(7, 3 * CHUNK + 20)
@@ -72,7 +72,7 @@ def test_of_l2_too_a_lora_loads_what_its_own_files_made_only(
     assert make_engine(daemon).generate("changed", tokens, lora_request=LoRARequest("sql", 1, str(files))).external == 0
 
 
-def test_of_l2_too_nothing_is_found_after_the_weights_have_changed(
+def test_kv_in_l2_is_not_found_after_the_weights_have_changed(
     make_daemon: MakeDaemon, make_engine: MakeEngine, tmp_path: Path
 ) -> None:
     """By a reset, unless a version names the weights."""

@@ -78,7 +78,7 @@ def test_another_file_that_vllm_may_read_counts(folder: Path, name: str) -> None
 @pytest.mark.parametrize(
     "name", ["README.md", "config.json", "tokenizer.json", "generation_config.json", ".git/x.json"]
 )
-def test_files_that_count_otherwise_or_not_at_all_do_not_matter(folder: Path, name: str) -> None:
+def test_digest_of_weights_ignores_files_without_weights(folder: Path, name: str) -> None:
     before = folder_digest(folder)
     (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).write_bytes(b"{}")
@@ -86,7 +86,7 @@ def test_files_that_count_otherwise_or_not_at_all_do_not_matter(folder: Path, na
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.gguf", "broken.safetensors"])
-def test_of_other_formats_pieces_all_through_the_file_count(tmp_path: Path, name: str) -> None:
+def test_digest_of_other_formats_covers_pieces_all_through_the_file(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.write_bytes(bytes(5_000_000))
     found = {folder_digest(tmp_path)}

@@ -14,7 +14,7 @@ CHUNK = 64
 
 
 @pytest.mark.parametrize(("length", "external"), [(2 * CHUNK + 1, 2 * CHUNK), (2 * CHUNK, 2 * CHUNK - 1)])
-def test_a_hit_that_leaves_one_token_is_taken(make_daemon, make_engine, monkeypatch, length, external):
+def test_whole_prompt_engine_loads_a_hit_that_leaves_one_token(make_daemon, make_engine, monkeypatch, length, external):
     monkeypatch.setattr(facts, "whole_prompts_only", lambda config: True)
     daemon = make_daemon()
     make_engine(daemon).generate("cold", prompt(1, length))
@@ -22,7 +22,9 @@ def test_a_hit_that_leaves_one_token_is_taken(make_daemon, make_engine, monkeypa
 
 
 @pytest.mark.parametrize("length", [2 * CHUNK + 2, 3 * CHUNK - 1])
-def test_a_hit_that_leaves_more_is_a_miss(make_daemon, make_engine, monkeypatch, length):
+def test_whole_prompt_engine_treats_a_hit_that_leaves_more_tokens_as_a_miss(
+    make_daemon, make_engine, monkeypatch, length
+):
     daemon = make_daemon()
     make_engine(daemon).generate("cold", prompt(1, length))
     monkeypatch.setattr(facts, "whole_prompts_only", lambda config: True)
@@ -38,7 +40,7 @@ def engine(device: str = "cpu", mla: bool = True, chunked: bool = False, prefixe
     )
 
 
-def test_only_mla_on_cpus_where_vllm_reuses_no_prefix_itself_is_such_an_engine():
+def test_only_mla_on_cpus_without_prefix_reuse_of_vllm_needs_whole_prompts():
     assert whole_prompts_only(engine())
     others = [engine(device="cuda"), engine(mla=False), engine(chunked=True), engine(prefixes=True)]
     assert not any(whole_prompts_only(other) for other in others)

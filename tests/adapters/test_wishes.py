@@ -38,7 +38,9 @@ def stored(daemon: Daemon, make_engine: MakeEngine, tokens: list[int] = TOKENS, 
 
 
 @pytest.mark.parametrize("tails", ["on", "off"])
-def test_nothing_of_it_is_stored_and_others_are(make_daemon: MakeDaemon, make_engine: MakeEngine, tails: str) -> None:
+def test_no_store_request_stores_nothing_and_other_requests_store(
+    make_daemon: MakeDaemon, make_engine: MakeEngine, tails: str
+) -> None:
     daemon = make_daemon(tails=tails)
     engine = make_engine(daemon)
     ask(engine, "secret", no_store=True)
@@ -48,7 +50,7 @@ def test_nothing_of_it_is_stored_and_others_are(make_daemon: MakeDaemon, make_en
     wait_until(lambda: daemon.status()["l1"]["chunks"] == 1)
 
 
-def test_no_state_of_it_is_stored(make_daemon: MakeDaemon, make_engine: MakeEngine) -> None:
+def test_no_store_request_stores_no_state_of_a_hybrid(make_daemon: MakeDaemon, make_engine: MakeEngine) -> None:
     daemon = make_daemon()
     for name, model in sorted(HYBRIDS.items()):
         engine = make_engine(daemon, **model.options)
@@ -58,7 +60,7 @@ def test_no_state_of_it_is_stored(make_daemon: MakeDaemon, make_engine: MakeEngi
     assert daemon.status()["totals"]["stored_bytes"] == 0
 
 
-def test_its_steps_do_not_end_at_boundaries_that_only_stores_need(
+def test_steps_of_a_no_store_request_do_not_end_at_boundaries_that_only_stores_need(
     make_daemon: MakeDaemon, make_engine: MakeEngine
 ) -> None:
     model = HYBRIDS["qwen3-next"]
@@ -72,7 +74,7 @@ def test_its_steps_do_not_end_at_boundaries_that_only_stores_need(
     assert steps == [8, 4], "a step for each kept boundary, or none"
 
 
-def test_it_loads_what_others_stored(make_daemon: MakeDaemon, make_engine: MakeEngine) -> None:
+def test_no_store_request_loads_what_others_stored(make_daemon: MakeDaemon, make_engine: MakeEngine) -> None:
     daemon = make_daemon()
     stored(daemon, make_engine)
     assert ask(make_engine(daemon), "reads", no_store=True).external == 3 * CHUNK
@@ -82,7 +84,7 @@ def test_it_loads_what_others_stored(make_daemon: MakeDaemon, make_engine: MakeE
 
 
 @pytest.mark.parametrize("most", [0, 1, BLOCK, CHUNK - 1, CHUNK, 2 * CHUNK + BLOCK + 1, 3 * CHUNK, 10_000])
-def test_no_more_is_loaded(make_daemon: MakeDaemon, make_engine: MakeEngine, most: int) -> None:
+def test_request_loads_at_most_its_max_load_tokens(make_daemon: MakeDaemon, make_engine: MakeEngine, most: int) -> None:
     whole = most // CHUNK * CHUNK
     with_blocks = (
         most // BLOCK * BLOCK if whole >= 3 * CHUNK else whole
@@ -94,7 +96,7 @@ def test_no_more_is_loaded(make_daemon: MakeDaemon, make_engine: MakeEngine, mos
 
 
 @pytest.mark.parametrize("name", sorted(HYBRIDS))
-def test_windows_and_states_end_at_a_boundary_within_it(
+def test_hybrid_hit_ends_at_a_boundary_within_max_load_tokens(
     make_daemon: MakeDaemon, make_engine: MakeEngine, name: str
 ) -> None:
     """Every token of the answer is right, whatever is loaded."""
@@ -109,7 +111,7 @@ def test_windows_and_states_end_at_a_boundary_within_it(
         engine.close()
 
 
-def test_a_request_that_wants_nothing_is_explained(make_daemon: MakeDaemon, make_engine: MakeEngine) -> None:
+def test_request_that_wants_no_load_is_explained_by_its_limit(make_daemon: MakeDaemon, make_engine: MakeEngine) -> None:
     daemon = make_daemon()
     stored(daemon, make_engine)
     engine = make_engine(daemon)
@@ -125,7 +127,9 @@ def test_a_request_that_wants_nothing_is_explained(make_daemon: MakeDaemon, make
 # ---- tiers ----------------------------------------------------------------------------------------
 
 
-def test_it_waits_for_storage_only_if_it_may(make_daemon: MakeDaemon, make_engine: MakeEngine, tmp_path: Path) -> None:
+def test_request_waits_for_l2_only_if_its_tiers_allow_it(
+    make_daemon: MakeDaemon, make_engine: MakeEngine, tmp_path: Path
+) -> None:
     daemon = make_daemon(l2=f"file://{tmp_path}/l2?size=64MiB")
     stored(daemon, make_engine)
     wait_until(lambda: (tier := daemon.status()["l2"][0])["objects"] > 0 and not tier["queue_objects"])
@@ -159,7 +163,7 @@ def test_it_waits_for_storage_only_if_it_may(make_daemon: MakeDaemon, make_engin
         ({"kvserver.max_load_tokens": 3, "kvserver.tiers": []}, Wishes(True, 0, False)),
     ],
 )
-def test_what_is_known(params: object, expected: Wishes) -> None:
+def test_valid_wishes_are_parsed_and_not_counted_as_bad(params: object, expected: Wishes) -> None:
     counters: Counter[str] = Counter()
     assert wishes_of(params, counters) == expected
     assert not counters["bad_wishes"]
@@ -184,7 +188,7 @@ def test_what_is_known(params: object, expected: Wishes) -> None:
         ("nonsense", 1),
     ],
 )
-def test_what_is_not_known_is_counted_and_ignored(name: str, value: object) -> None:
+def test_invalid_wishes_are_counted_and_ignored(name: str, value: object) -> None:
     counters: Counter[str] = Counter()
     params = {"kvserver.no_store": True, f"kvserver.{name}": value}
     expected = NONE if name == "no_store" else Wishes(stores=False)

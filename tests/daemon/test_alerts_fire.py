@@ -117,7 +117,7 @@ def test_a_client_that_leaves_before_its_reply_leaves_it_undelivered(
         firing(tmp_path, {"KVServerUndeliveredReplies"}, before, metrics(daemon))
 
 
-def test_loads_of_what_is_not_there_are_errors(make_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
+def test_loads_of_absent_chunks_are_errors(make_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
     daemon = make_daemon()
     with Worker(daemon.endpoint) as worker:
         before = metrics(daemon)
@@ -302,7 +302,7 @@ def test_events_that_are_not_handled_fill_their_queue_and_are_dropped(
         firing(tmp_path, {"KVServerEventsQueued", "KVServerEventsDropped"}, before, daemon.http("/metrics")[1])
 
 
-def test_a_daemon_that_was_switched_off_and_forgotten(make_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
+def test_daemon_whose_serving_was_left_off_alerts(make_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
     daemon = make_daemon()
     before = metrics(daemon)
     assert daemon.http("/config/serving?value=off", "POST")[0] == 200

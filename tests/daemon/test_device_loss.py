@@ -74,7 +74,7 @@ def test_readiness_fails_with_the_reason_and_the_daemon_runs_on(machine: Machine
     assert machine.status["ready"] is False
 
 
-def test_a_store_under_way_fails_and_is_never_found(machine: Machine) -> None:
+def test_store_under_way_at_a_device_loss_fails_and_is_never_found(machine: Machine) -> None:
     with Worker(machine.endpoint) as worker:
         keys = make_keys(2)
         machine.stepping.clear()
@@ -90,7 +90,7 @@ def test_a_store_under_way_fails_and_is_never_found(machine: Machine) -> None:
         assert machine.status["l1"]["chunks"] == 0
 
 
-def test_a_load_under_way_fails_and_its_blocks_are_the_engines_again(machine: Machine) -> None:
+def test_load_under_way_at_a_device_loss_fails_and_returns_its_blocks(machine: Machine) -> None:
     with Worker(machine.endpoint) as worker:
         keys = make_keys(1)
         worker.store(keys, worker.blocks_for(1))
@@ -105,7 +105,7 @@ def test_a_load_under_way_fails_and_its_blocks_are_the_engines_again(machine: Ma
         assert machine.status["books"]["tickets"] == machine.status["books"]["pins"] == 0
 
 
-def test_afterwards_lookups_miss_and_copies_are_refused(machine: Machine) -> None:
+def test_lookups_miss_and_copies_are_refused_after_a_device_loss(machine: Machine) -> None:
     with Worker(machine.endpoint) as worker:
         keys = make_keys(1)
         worker.store(keys, worker.blocks_for(1))
@@ -120,7 +120,7 @@ def test_afterwards_lookups_miss_and_copies_are_refused(machine: Machine) -> Non
             assert worker.words.state(message.word) == State.FAILED
 
 
-def test_engines_can_leave_but_not_come(machine: Machine) -> None:
+def test_engines_can_unregister_but_not_register_after_a_device_loss(machine: Machine) -> None:
     worker = Worker(machine.endpoint)
     machine.device.lose(REASON)
     with pytest.raises(RequestFailed, match=REASON) as refused:

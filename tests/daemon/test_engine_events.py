@@ -173,7 +173,7 @@ def test_fields_that_are_not_known_yet_are_skipped(index, engine):
     assert status(index)["malformed"] == 0
 
 
-def test_what_was_published_before_is_requested(index, engine):
+def test_events_published_before_the_connection_are_requested(index, engine):
     engine.publish(stored(BLOCKS[:3]))
     engine.publish(stored(BLOCKS[3:6]))
     index.observe(connected(engine))
@@ -181,7 +181,7 @@ def test_what_was_published_before_is_requested(index, engine):
     assert (engine.asked, status(index)["state"]) == ([0], "complete")
 
 
-def test_who_comes_late_to_an_engine_without_replay_is_incomplete_until_it_clears(index, folder):
+def test_late_index_of_an_engine_without_replay_is_incomplete_until_a_clear(index, folder):
     engine = EnginePublisher(folder, replays=False)
     engine.publish(stored(BLOCKS[:3]))
     index.observe(connected(engine))
@@ -224,7 +224,7 @@ def test_a_gap_that_cannot_be_replayed_drops_what_was_known(index, folder, repla
     engine.close()
 
 
-def test_an_engine_that_begins_anew_holds_nothing_of_before(index, engine):
+def test_restarted_engine_has_only_its_new_blocks_in_the_index(index, engine):
     index.observe(connected(engine))
     engine.wait_for_subscriber()
     for n in range(5):
@@ -311,7 +311,7 @@ def test_an_engine_that_goes_leaves_nothing(index, engine):
     assert index.instance("engine") is None
 
 
-def test_the_next_incarnation_is_asked_anew(index, engine):
+def test_next_incarnation_of_an_engine_is_replayed_from_the_start(index, engine):
     index.observe(connected(engine))
     engine.wait_for_subscriber()
     engine.publish(stored(BLOCKS[:2]))
@@ -344,7 +344,7 @@ def test_an_engine_that_publishes_nothing_has_no_series_and_one_that_left_none_m
 
 
 @pytest.mark.parametrize("field", ["events_endpoint", "events_replay_endpoint"])
-def test_an_address_that_is_none_is_refused_and_uses_no_place(index, engine, field):
+def test_invalid_address_of_an_engine_is_refused_and_uses_no_place(index, engine, field):
     for _ in range(70):  # more than may be followed
         index.observe(connected(engine, incarnation="other", **{field: "ipc:///" + "long" * 100}))
         wait_until(lambda: status(index).get("state") == "refused")
@@ -437,7 +437,7 @@ def test_endpoints_of_this_machine_are_read(endpoint):
         "tcp://127.0.0.1:x",
     ],
 )
-def test_other_endpoints_are_not(endpoint):
+def test_remote_and_malformed_endpoints_are_not_read(endpoint):
     assert unreadable(endpoint)
 
 

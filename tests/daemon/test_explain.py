@@ -132,7 +132,7 @@ def test_the_namespace_of_a_disconnected_engine_is_remembered(make_daemon: MakeD
     assert [f["name"] for f in explained(daemon, "r")["differs"]["fields"]] == ["kv_dtype"]
 
 
-def test_an_instance_whose_ranks_are_not_all_there_is_explained_by_it(
+def test_miss_of_an_instance_with_missing_ranks_is_explained_by_the_ranks(
     make_daemon: MakeDaemon, make_worker: MakeWorker
 ) -> None:
     daemon = make_daemon()
@@ -159,7 +159,9 @@ def test_a_new_prompt_was_never_stored_and_nothing_of_it_could_be_avoided(
     assert found["verdict"].startswith("128 of 256 prompt tokens were computed: chunk 2 on was never stored")
 
 
-def test_what_is_no_whole_chunk_is_partial(make_daemon: MakeDaemon, make_worker: MakeWorker) -> None:
+def test_tokens_behind_the_last_whole_chunk_are_missed_as_partial_chunk(
+    make_daemon: MakeDaemon, make_worker: MakeWorker
+) -> None:
     daemon = make_daemon()
     worker = make_worker(daemon)
     keys = stored(worker, 1)
@@ -209,7 +211,9 @@ def test_a_load_that_was_late_is_a_failed_load_of_that_rank(make_daemon: MakeDae
     assert "on rank 1 (late)" in found["verdict"]
 
 
-def test_what_was_found_and_not_loaded_is_explained(make_daemon: MakeDaemon, make_worker: MakeWorker) -> None:
+def test_request_that_did_not_load_its_hit_is_explained_as_not_loaded(
+    make_daemon: MakeDaemon, make_worker: MakeWorker
+) -> None:
     daemon = make_daemon()
     worker = make_worker(daemon)
     keys = stored(worker, 2)

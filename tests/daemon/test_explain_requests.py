@@ -54,7 +54,7 @@ def test_an_id_that_comes_again_is_another_request(make_daemon: MakeDaemon, make
     wait_until(lambda: prompts() == [200, 100], 10, "two requests, each with its end")
 
 
-def test_without_an_id_the_worst_come_first(make_daemon: MakeDaemon, make_worker: MakeWorker) -> None:
+def test_explain_without_an_id_lists_the_worst_requests_first(make_daemon: MakeDaemon, make_worker: MakeWorker) -> None:
     daemon = make_daemon()
     worker = make_worker(daemon, instance_id="one")
     keys = stored(worker, 3)
@@ -184,7 +184,7 @@ def test_a_peer_cannot_make_the_daemon_remember_more_than_its_bounds(
     assert page(daemon, request_id=f"{0:0512}")[0] == 404
 
 
-def test_a_load_without_a_lookup_is_nobodys(make_daemon: MakeDaemon, make_worker: MakeWorker) -> None:
+def test_load_without_a_lookup_belongs_to_no_request(make_daemon: MakeDaemon, make_worker: MakeWorker) -> None:
     daemon = make_daemon()
     worker = make_worker(daemon)
     keys = stored(worker, 1)

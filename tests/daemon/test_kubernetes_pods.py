@@ -42,7 +42,7 @@ def pod(request: pytest.FixtureRequest, contained: bool) -> Iterator[Pod]:
     made.close()
 
 
-def test_the_daemon_runs_as_it_is_written(pod: Pod, contained: bool) -> None:
+def test_daemon_container_serves_an_engine_as_its_manifest_is_written(pod: Pod, contained: bool) -> None:
     for name in ("startupProbe", "livenessProbe", "readinessProbe"):
         if name in pod.container.spec:
             pod.wait_for(name)

@@ -135,7 +135,7 @@ def test_a_damaged_object_is_a_counted_miss(tmp_path: Path) -> None:
         assert tier(daemon)["corrupt"] == 1
 
 
-def test_what_was_cleared_does_not_come_back(tmp_path: Path) -> None:
+def test_cleared_chunks_are_not_found_after_a_restart(tmp_path: Path) -> None:
     with daemon_with(tmp_path / "l2") as daemon:
         with Worker(daemon.endpoint) as worker:
             store(worker)
@@ -148,7 +148,7 @@ def test_what_was_cleared_does_not_come_back(tmp_path: Path) -> None:
             assert fill(worker) == 0
 
 
-def test_more_than_l1_is_found(tmp_path: Path) -> None:
+def test_prompts_beyond_the_size_of_l1_are_found(tmp_path: Path) -> None:
     """L1 of a few chunks is a window on L2."""
     with daemon_with(tmp_path / "l2") as daemon, Worker(daemon.endpoint) as worker:
         prompts = [make_keys(12, number) for number in range(8)]
@@ -207,7 +207,7 @@ def test_what_the_engine_computes_sooner_is_not_read_and_the_daemon_shows_why(tm
             assert "reading it was expected to take longer than computing it" in body
 
 
-def test_what_cannot_be_found_again_is_not_on_the_disk(tmp_path: Path) -> None:
+def test_kv_that_only_its_process_can_find_is_not_written_to_disk(tmp_path: Path) -> None:
     """Each weights epoch of a trainer is of its own."""
     with daemon_with(tmp_path / "l2") as daemon, Worker(daemon.endpoint) as worker:
         for epoch in range(50):

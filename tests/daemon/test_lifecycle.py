@@ -145,7 +145,7 @@ def test_an_engine_that_reports_has_owners_and_contents(all_sampled, make_worker
     assert all_sampled.status()["instances"][0]["l0_source"] == "reported"
 
 
-def test_exact_and_reported_never_mix(all_sampled, make_worker):
+def test_report_of_owners_by_an_exact_instance_is_refused(all_sampled, make_worker):
     worker = make_worker(all_sampled)
     pool = Pool(worker)
     pool.report(allocated(1), full=True)
@@ -235,7 +235,7 @@ def test_missed_tokens_are_counted_by_what_became_of_the_first_missing_chunk(mak
     assert missed(daemon, stranger) == {}
 
 
-def test_what_was_evicted_since_counts_as_evicted(make_daemon, make_worker):
+def test_tokens_of_an_evicted_chunk_are_missed_as_evicted(make_daemon, make_worker):
     daemon = make_daemon(l1_size="1MiB", metrics_sample_rate=1.0)
     worker = make_worker(daemon)
     old = make_keys(1, "old")

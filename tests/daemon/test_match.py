@@ -63,7 +63,9 @@ def test_what_one_engine_stored_is_found_by_all_that_can_load_it(
     wait_for(daemon, two, "l1", 0)
 
 
-def test_an_engine_that_comes_later_finds_what_is_there(daemon: Daemon, make_worker: Callable[..., Worker]) -> None:
+def test_engine_that_connects_later_matches_chunks_stored_earlier(
+    daemon: Daemon, make_worker: Callable[..., Worker]
+) -> None:
     first = make_worker(daemon)
     first.store(KEYS, first.blocks_for(8))
     first.close()
@@ -72,7 +74,9 @@ def test_an_engine_that_comes_later_finds_what_is_there(daemon: Daemon, make_wor
     wait_for(daemon, second, "l1", 32)
 
 
-def test_its_own_memory_and_l1_carry_each_other_on(daemon: Daemon, worker: Worker, engine: EnginePublisher) -> None:
+def test_match_continues_between_blocks_of_the_engine_and_l1(
+    daemon: Daemon, worker: Worker, engine: EnginePublisher
+) -> None:
     endpoints = {"events_endpoint": engine.endpoint, "events_replay_endpoint": engine.replay_endpoint}
     introduce(worker, events_topic=engine.topic, **endpoints)
     engine.wait_for_subscriber()
@@ -93,7 +97,7 @@ def test_its_own_memory_and_l1_carry_each_other_on(daemon: Daemon, worker: Worke
     wait_until(lambda: daemon.metric("kvserver_engine_events_following", **name) is None)
 
 
-def test_an_engine_that_goes_is_no_longer_answered_for(daemon: Daemon, worker: Worker) -> None:
+def test_disconnected_engine_is_in_no_match(daemon: Daemon, worker: Worker) -> None:
     introduce(worker)
     wait_for(daemon, worker, "best", 0)
     worker.close()
@@ -125,7 +129,7 @@ def test_queries_are_counted_and_timed_also_malformed_ones(daemon: Daemon) -> No
     assert 0 < daemon.metric("kvserver_kv_match_seconds_sum") - seconds < 5
 
 
-def test_bodies_that_are_none_do_no_harm(daemon: Daemon) -> None:
+def test_malformed_match_bodies_are_refused_and_the_daemon_serves_on(daemon: Daemon) -> None:
     for content_type in ("application/json", "application/msgpack", "text/plain"):
         for body in (b"", b"\xc1", b"[" * 50_000, msgspec.msgpack.encode({"block_hashes": 7})):
             request = urllib.request.Request(

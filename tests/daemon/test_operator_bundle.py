@@ -51,7 +51,7 @@ def outcomes(ended: subprocess.CompletedProcess[str]) -> dict[str, str]:
     return found
 
 
-def test_it_has_what_helps_to_find_a_fault(make_daemon, make_worker, tmp_path):
+def test_bundle_of_a_daemon_has_every_part(make_daemon, make_worker, tmp_path):
     daemon = make_daemon()
     make_worker(daemon, instance_id="engine-a")
     path = tmp_path / "b.tar.gz"
@@ -253,12 +253,12 @@ def test_a_missing_token_hides_the_pages_only(make_daemon, tmp_path):
 
 
 @pytest.mark.parametrize("words", [("--engine", "http://127.0.0.1:1")])
-def test_it_is_of_the_daemon_not_of_an_engine(words, tmp_path):
+def test_bundle_with_an_engine_is_refused(words, tmp_path):
     ended = bundle(None, tmp_path / "b.tar.gz", *words)
     assert (ended.returncode, list(tmp_path.iterdir())) == (2, [])
 
 
-def test_its_help_has_an_example_and_its_exit_codes():
+def test_help_of_doctor_has_an_example_of_a_bundle_and_the_exit_codes():
     shown = subprocess.run([KVSERVER, "doctor", "--help"], capture_output=True, text=True, timeout=20).stdout
     assert "kvserver doctor --bundle kvserver.tar.gz" in shown
     assert "exit codes: 0 no problem" in shown

@@ -249,7 +249,7 @@ def test_without_a_daemon_the_exit_code_is_one():
     assert "no daemon answers" in ended.stderr
 
 
-def test_its_help_has_an_example_and_its_exit_codes():
+def test_help_of_clear_has_an_example_and_the_exit_codes():
     ended = subprocess.run([KVSERVER, "clear", "--help"], capture_output=True, text=True, timeout=20)
     assert "kvserver clear --model" in ended.stdout
     assert "exit codes: 0 cleared" in ended.stdout

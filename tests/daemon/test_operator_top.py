@@ -47,7 +47,7 @@ def used(worker: Worker) -> None:
     worker.end_request(prompt_tokens=1000, local_tokens=250, loaded_tokens=600)
 
 
-def test_it_shows_what_the_status_shows_and_q_ends_it(make_daemon, make_worker, top):
+def test_top_shows_the_status_until_q_ends_it(make_daemon, make_worker, top):
     daemon = make_daemon()
     worker = make_worker(daemon, instance_id="engine-a")
     terminal = top(daemon.http_port)
@@ -70,7 +70,7 @@ def test_it_shows_what_the_status_shows_and_q_ends_it(make_daemon, make_worker, 
     assert terminal.is_as_before
 
 
-def test_it_follows_the_size_of_the_window(make_daemon, top):
+def test_top_follows_the_size_of_the_window(make_daemon, top):
     terminal = top(make_daemon().http_port, columns=120, rows=50)
     lines = terminal.screen_with("boot", "no engine is connected")
     assert max(len(line.rstrip()) for line in lines) > 40
@@ -121,7 +121,7 @@ def test_more_engines_than_lines_are_reached_by_keys(make_daemon, make_worker, t
     assert terminal.is_as_before
 
 
-def test_the_reason_why_no_daemon_answers_stays_while_it_is_scrolled(make_daemon, make_worker, top):
+def test_reason_why_no_daemon_answers_stays_while_top_is_scrolled(make_daemon, make_worker, top):
     daemon = make_daemon()
     for number in range(12):
         make_worker(daemon, instance_id=f"engine-{number:02}")
@@ -134,7 +134,7 @@ def test_the_reason_why_no_daemon_answers_stays_while_it_is_scrolled(make_daemon
     assert lines[0].startswith("NO ANSWER")
 
 
-def test_it_outlives_the_daemon_and_finds_the_next_one(make_daemon, top):
+def test_top_outlives_the_daemon_and_finds_the_next_one(make_daemon, top):
     daemon = make_daemon()
     terminal = top(daemon.http_port)
     first = daemon.boot_id
@@ -148,7 +148,7 @@ def test_it_outlives_the_daemon_and_finds_the_next_one(make_daemon, top):
     assert not any("NO ANSWER" in line for line in lines)
 
 
-def test_it_waits_for_a_daemon_that_is_not_there_yet(make_daemon, top):
+def test_top_waits_for_a_daemon_that_does_not_run_yet(make_daemon, top):
     reservation, port = reserved_port()
     with reservation:
         terminal = top(port)
@@ -157,7 +157,7 @@ def test_it_waits_for_a_daemon_that_is_not_there_yet(make_daemon, top):
         terminal.screen_with(f"boot {daemon.boot_id}")
 
 
-def test_q_ends_it_while_the_daemon_hangs(make_daemon, top):
+def test_q_ends_top_while_the_daemon_hangs(make_daemon, top):
     daemon = make_daemon()
     terminal = top(daemon.http_port)
     terminal.screen_with("boot")
@@ -177,7 +177,7 @@ def test_colours_are_used_on_a_terminal_and_not_with_no_color(make_daemon, top):
 
 
 @pytest.mark.parametrize(("end", "code"), [(lambda t: t.press("\x03"), 0), (lambda t: t.process.terminate(), 143)])
-def test_however_it_ends_the_terminal_is_as_before(make_daemon, top, end, code):
+def test_terminal_is_restored_however_top_ends(make_daemon, top, end, code):
     terminal = top(make_daemon().http_port)
     terminal.screen_with("boot")
     assert not terminal.is_as_before
@@ -186,7 +186,7 @@ def test_however_it_ends_the_terminal_is_as_before(make_daemon, top, end, code):
     assert terminal.is_as_before
 
 
-def test_ctrl_z_does_not_leave_its_screen_to_the_shell(make_daemon, top):
+def test_ctrl_z_does_not_leave_the_screen_of_top_to_the_shell(make_daemon, top):
     terminal = top(make_daemon().http_port)
     terminal.screen_with("boot")
     terminal.press("\x1a")
@@ -224,7 +224,7 @@ def test_names_of_engines_write_nothing_to_the_terminal(make_daemon, make_worker
     assert max(len(line) + sum(one == "\u4e2d" for one in line) for line in lines) <= 60
 
 
-def test_one_screen_as_text_and_as_json_for_scripts(make_daemon, make_worker):
+def test_top_once_prints_one_screen_as_text_and_as_json(make_daemon, make_worker):
     daemon = make_daemon()
     used(make_worker(daemon, instance_id="engine-a"))
     wait_until(lambda: daemon.status()["totals"]["prompt_tokens"]["computed"] == 150)
@@ -240,7 +240,7 @@ def test_one_screen_as_text_and_as_json_for_scripts(make_daemon, make_worker):
     assert (found["rates"]["lookups"], found["rates"]["engines"]) == (0, {"engine-a": 0})
 
 
-def test_on_a_pipe_it_prints_screen_after_screen_until_its_reader_ends(make_daemon):
+def test_top_on_a_pipe_prints_screen_after_screen_until_its_reader_ends(make_daemon):
     daemon = make_daemon()
     for words in ("", "--json"):
         command = (
@@ -253,7 +253,7 @@ def test_on_a_pipe_it_prints_screen_after_screen_until_its_reader_ends(make_daem
         assert not words or [json.loads(line)["status"]["boot_id"] for line in lines[:3]] == [daemon.boot_id] * 3
 
 
-def test_without_a_daemon_one_screen_has_exit_code_one():
+def test_top_once_without_a_daemon_exits_with_code_one():
     reservation, port = reserved_port()
     with reservation:
         for words in (["--once"], ["--once", "--json"]):
@@ -280,7 +280,7 @@ def test_an_interval_that_makes_no_sense_is_refused(seconds):
     assert run(1, "--interval", seconds).returncode == 2
 
 
-def test_its_help_has_an_example_and_its_exit_codes():
+def test_help_of_top_has_an_example_and_the_exit_codes():
     shown = subprocess.run([KVSERVER, "top", "--help"], capture_output=True, text=True, timeout=20).stdout
     assert "kvserver top --once" in shown
     assert "exit codes: 0 ended by q" in shown

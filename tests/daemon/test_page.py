@@ -107,7 +107,7 @@ def rows(browser: Browser, selector: str) -> dict[str, list[str]]:
     return found
 
 
-def test_it_shows_what_the_status_has(browser: Browser, busy: Daemon) -> None:
+def test_page_shows_the_values_of_the_status(browser: Browser, busy: Daemon) -> None:
     browser.open(busy)
     browser.wait_for_text("[data-figure=prompt-tokens]", "3,000")
     status: dict[str, Any] = busy.status()
@@ -137,7 +137,7 @@ def test_it_shows_what_the_status_has(browser: Browser, busy: Daemon) -> None:
     assert float(rows(browser, "#copies")["Loads, L1 to L0"][2]) > 0
 
 
-def test_it_shows_what_l1_of_other_sizes_would_have_found(browser: Browser, busy: Daemon) -> None:
+def test_page_shows_what_l1_of_other_sizes_would_have_found(browser: Browser, busy: Daemon) -> None:
     browser.open(busy)
     browser.wait_for_text("#more-answer", "would have found")
     curve = busy.status()["what_if"]
@@ -169,7 +169,7 @@ def test_markup_in_names_is_shown_as_text(browser: Browser, busy: Daemon) -> Non
     assert browser.run("return document.querySelectorAll('main img, main script').length") == 0
 
 
-def test_every_metric_named_is_defined_below(browser: Browser, busy: Daemon) -> None:
+def test_every_metric_on_the_page_has_its_documented_definition(browser: Browser, busy: Daemon) -> None:
     browser.open(busy)
     browser.wait_for_text("#definitions", "kvserver_prompt_tokens_total")
     script = """return [...document.querySelectorAll(".metrics a")].map((a) => [a.innerText,
@@ -180,7 +180,7 @@ def test_every_metric_named_is_defined_below(browser: Browser, busy: Daemon) -> 
         assert definition in re.sub(r"\s+", " ", line)
 
 
-def test_it_follows_live_and_keeps_the_last_hour_over_a_reload(
+def test_page_follows_live_and_keeps_the_last_hour_over_a_reload(
     browser: Browser, make_daemon: MakeDaemon, make_worker: MakeWorker
 ) -> None:
     daemon = make_daemon(history_seconds=600)
@@ -197,7 +197,7 @@ def test_it_follows_live_and_keeps_the_last_hour_over_a_reload(
     assert browser.text("[data-figure=not-computed]") == "42.5%"
 
 
-def test_it_goes_on_through_a_restart_of_the_daemon(
+def test_page_goes_on_through_a_restart_of_the_daemon(
     browser: Browser, make_daemon: MakeDaemon, make_worker: MakeWorker
 ) -> None:
     daemon = make_daemon(history_seconds=600)
@@ -246,7 +246,9 @@ def test_a_token_is_requested_kept_for_the_tab_and_forgotten(
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [1200, NARROW])
-def test_it_is_readable_in_every_light_and_width(browser: Browser, busy: Daemon, dark: bool, width: int) -> None:
+def test_page_is_readable_in_light_and_dark_at_every_width(
+    browser: Browser, busy: Daemon, dark: bool, width: int
+) -> None:
     browser.open(busy, width=width, dark=dark)
     browser.wait_for_text("#misses", "kvserver explain")
     assert browser.run("return document.documentElement.scrollWidth") == width
@@ -257,7 +259,7 @@ def test_it_is_readable_in_every_light_and_width(browser: Browser, busy: Daemon,
     assert browser.run("return document.querySelectorAll('.chart canvas').length") == 2
 
 
-def test_it_can_be_read_without_colour_and_used_by_keyboard(browser: Browser, busy: Daemon) -> None:
+def test_page_can_be_read_without_colour_and_used_by_keyboard(browser: Browser, busy: Daemon) -> None:
     browser.open(busy)
     browser.wait_for_text("#misses", "kvserver explain")
     looks = browser.run("return [...document.querySelectorAll('.key')].map((e) => e.className.split(' ')[1])")
@@ -332,7 +334,9 @@ def test_the_answer_agrees_with_the_number_of_engines(
         browser.wait_for_text("#on-answer", answer)
 
 
-def test_the_operators_switch_is_the_answer(browser: Browser, make_daemon: MakeDaemon, make_worker: MakeWorker) -> None:
+def test_page_answers_with_the_serving_mode_that_the_operator_chose(
+    browser: Browser, make_daemon: MakeDaemon, make_worker: MakeWorker
+) -> None:
     daemon = make_daemon()
     make_worker(daemon)
     browser.open(daemon)

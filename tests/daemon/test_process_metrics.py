@@ -29,7 +29,7 @@ def test_memory_descriptors_and_processor_time_are_those_of_the_daemon(daemon: D
     assert daemon.metric("process_cpu_seconds_total") > 0
 
 
-def test_a_collector_gets_them_too(make_daemon: Callable[..., Daemon]) -> None:
+def test_process_metrics_are_exported_over_otlp(make_daemon: Callable[..., Daemon]) -> None:
     with over_http() as collector:
         daemon = make_daemon(otlp_endpoint=collector.url, env={"OTEL_METRIC_EXPORT_INTERVAL": "100"})
         wait_until(lambda: "process_start_time_seconds" in collector.latest())

@@ -40,7 +40,7 @@ def switched(daemon: Daemon) -> Iterator[Daemon]:
     assert switch(daemon, "?value=on")[0] == 200
 
 
-def test_off_finds_nothing_and_stores_nothing_until_it_is_on_again(switched: Daemon, worker: Worker) -> None:
+def test_serving_off_finds_and_stores_nothing_until_serving_is_on_again(switched: Daemon, worker: Worker) -> None:
     keys, more = make_keys(3), make_keys(2)
     assert worker.store(keys, worker.blocks_for(3)).stored == 3
     errors = switched.status()["totals"]["errors"]

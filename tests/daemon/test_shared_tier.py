@@ -85,7 +85,7 @@ def test_a_second_daemon_hits_at_its_first_lookup(daemons: list[Daemon]) -> None
     ],
     ids=["vllm", "weights", "dtype", "kv_dtype", "instruction_set", "gpu", "lora", "no_lora", "chain"],
 )
-def test_what_differs_in_one_fact_shares_nothing(daemons: list[Daemon], other: dict[str, Any]) -> None:
+def test_engines_that_differ_in_one_fact_share_nothing(daemons: list[Daemon], other: dict[str, Any]) -> None:
     """Between two machines; that an engine states each of them: adapters/test_durability.py."""
     facts = {"vllm": "0.32.0", "weights": "sha256:one", "device": "cpu X86 AVX512"}
     same = {"identity": identity(**facts), "variant": "chain/lora"}
@@ -99,7 +99,7 @@ def test_what_differs_in_one_fact_shares_nothing(daemons: list[Daemon], other: d
             assert worker.ask(AwaitFill(message, 5000), LookupReply).hit_chunks == found
 
 
-def test_what_must_stay_on_its_machine_is_in_its_own_tiers_only(
+def test_machine_only_kv_is_written_to_tiers_of_its_machine_only(
     store: SharedStore, make_daemon: Callable[..., Daemon], tmp_path: Path
 ) -> None:
     url = store.url_of("machine-only")
@@ -115,7 +115,7 @@ def test_what_must_stay_on_its_machine_is_in_its_own_tiers_only(
         assert [one["written_objects"] for one in daemon.status()["l2"]] == [4, 1]
 
 
-def test_a_clear_by_one_is_one_by_the_other(daemons: list[Daemon]) -> None:
+def test_clear_by_one_daemon_clears_for_the_other(daemons: list[Daemon]) -> None:
     keys = make_keys(4)
     store_in(daemons[0], keys)
     with Worker(daemons[0].endpoint) as worker:

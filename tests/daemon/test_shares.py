@@ -76,7 +76,7 @@ def test_without_a_share_the_busy_model_pushes_the_other_out(
     assert models(daemon)["quiet"]["used_bytes"] == 0
 
 
-def test_a_share_that_is_not_used_others_use_and_its_model_gets_it_back_at_once(
+def test_unused_share_serves_other_models_and_returns_to_its_model_at_once(
     make_daemon: Callable[..., Daemon], make_worker: MakeWorker
 ) -> None:
     daemon = make_daemon(l1_size="1MiB", share="quiet=0.5")

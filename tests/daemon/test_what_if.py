@@ -63,7 +63,7 @@ def drawn(seed: int, documents: int, longest: int, count: int, shared: int = 0) 
 
 
 @pytest.mark.parametrize("shared", [0, 4], ids=["", "behind a prompt that all share"])
-def test_size_one_agrees_with_the_daemons_own_counter_and_each_size_with_an_lru_of_it(
+def test_what_if_size_one_agrees_with_the_hit_counter_and_each_size_with_an_lru(
     make_daemon: Callable[..., Daemon], make_worker: Callable[..., Worker], shared: int
 ) -> None:
     daemon = make_daemon(l1_size="2MiB", eviction_policy="lru")
@@ -101,7 +101,7 @@ def test_the_curve_follows_the_policy_of_l1(
     assert points * would_hit(daemon)["1"] == pytest.approx(points * counter, abs=2)
 
 
-def test_what_only_l2_has_is_a_hit_of_a_larger_l1(
+def test_chunks_that_only_l2_has_are_hits_of_a_larger_l1(
     make_daemon: Callable[..., Daemon], make_worker: Callable[..., Worker], tmp_path: Path
 ) -> None:
     daemon = make_daemon(l1_size="2MiB", l2=f"file://{tmp_path}?size=64MiB")
@@ -127,7 +127,7 @@ def test_what_only_l2_has_is_a_hit_of_a_larger_l1(
     assert then["1"] == daemon.metric("kvserver_lookup_hit_tokens_total")
 
 
-def test_what_a_daemon_before_it_wrote_to_l2_is_used_since_it_was_filled(
+def test_chunks_that_an_earlier_daemon_wrote_to_l2_are_hits_once_they_are_filled(
     make_daemon: Callable[..., Daemon], make_worker: Callable[..., Worker], tmp_path: Path
 ) -> None:
     daemon = make_daemon(l2=f"file://{tmp_path}?size=64MiB")
@@ -147,7 +147,7 @@ def test_what_a_daemon_before_it_wrote_to_l2_is_used_since_it_was_filled(
     assert set(would_hit(daemon).values()) == {daemon.metric("kvserver_lookup_hit_tokens_total")} != {0}
 
 
-def test_what_was_cleared_is_a_miss_of_every_size(
+def test_cleared_chunks_are_misses_of_every_size(
     make_daemon: Callable[..., Daemon], make_worker: Callable[..., Worker]
 ) -> None:
     daemon = make_daemon()

@@ -142,12 +142,12 @@ def test_holes_of_a_group_are_left_alone(device: Device) -> None:
     assert l0.memory.image() == expected
 
 
-def test_runs_around_every_boundary_of_the_kernels_loops(device: Device) -> None:
+def test_runs_around_every_boundary_of_the_kernels_loops_are_copied_byte_for_byte(device: Device) -> None:
     """Many planes in one table: odd runs make every following plane begin at another alignment."""
     runs = boundary_runs()
     for part in (runs[0::3], runs[1::3], runs[2::3]):
         both_directions(device, L0(device, of_runs(part, 3).geometry()), [2, 0], per_slot=2)
 
 
-def test_a_long_plane_among_short_ones(device: Device) -> None:
+def test_long_plane_among_short_ones_is_copied_byte_for_byte(device: Device) -> None:
     both_directions(device, L0(device, of_runs([256, 1 << 19, 256, 3, 2048, 2047, 1], 2).geometry()), [1], per_slot=1)

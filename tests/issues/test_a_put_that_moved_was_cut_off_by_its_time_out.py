@@ -34,7 +34,7 @@ class SlowStore(FaultyStore):
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_a_put_that_moves_ends(waits: bool) -> None:
+def test_put_that_still_moves_bytes_at_its_deadline_ends_done(waits: bool) -> None:
     (url,) = parse_tiers([f"s3://b/p?timeout={TIMEOUT * 1000:.0f}ms"])
     l1, store = L1Memory(8192), SlowStore()
     tier = RemoteTier(url, "p", l1.region, PAGE, store.connect, 2)
@@ -52,7 +52,7 @@ def test_a_put_that_moves_ends(waits: bool) -> None:
         tier.close(within(5))
 
 
-def test_a_get_stays_due() -> None:
+def test_slow_get_times_out_at_its_deadline() -> None:
     class Client(FaultyClient):
         def get(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[memoryview | StoreError | None]:
             time.sleep(1.0)

@@ -24,7 +24,7 @@ def test_full_blocks_stay_where_nothing_new_is_reported_of_them(engine: Engine) 
     assert engine.metric("shared_accesses") == 1, "its content is known as before"
 
 
-def test_so_do_those_of_an_engine_that_sends_tokens(engine: Engine) -> None:
+def test_full_blocks_of_an_engine_that_sends_tokens_stay_without_new_tokens(engine: Engine) -> None:
     engine.holds(1, hold("a", [5, 6], tokens=TOKENS))
     engine.holds(2, hold("a", [5, 6]))
     engine.holds(3, hold("a", [5, 6, 7]))  # room for the next token, which is not computed yet
@@ -34,13 +34,13 @@ def test_so_do_those_of_an_engine_that_sends_tokens(engine: Engine) -> None:
     assert engine.metric("shared_accesses") == 3
 
 
-def test_a_block_shared_by_two_stays_for_both(engine: Engine) -> None:
+def test_block_shared_by_two_requests_keeps_its_lifetime(engine: Engine) -> None:
     engine.holds(1, hold("a", [5], [50]), hold("b", [5], [50]))
     engine.holds(2, hold("b", [5]), hold("a", [5]))
     assert engine.counts() == {"allocations": 1, "shared_accesses": 1, "active_blocks": 1, "tracked_blocks": 1}
 
 
-def test_what_the_request_let_go_before_is_another_lifetime(engine: Engine) -> None:
+def test_block_released_and_owned_again_has_another_lifetime(engine: Engine) -> None:
     engine.holds(1, hold("a", [5], [50]))
     engine.holds(2, release("a", [5]))
     engine.holds(3, hold("a", [5]))

@@ -29,7 +29,9 @@ def tick_until(rig: FileRig, state: str) -> None:
 
 
 @pytest.mark.parametrize("lost", ["tier", "tier/data"])
-def test_what_was_removed_is_unavailable_until_it_is_back(tmp_path: Path, rig: FileRig, lost: str) -> None:
+def test_tier_with_a_removed_folder_or_file_is_unavailable_until_it_is_back(
+    tmp_path: Path, rig: FileRig, lost: str
+) -> None:
     rig.put(name_of(1), 5000)
     (tmp_path / lost).rename(tmp_path / "moved")
     tick_until(rig, "unavailable")
@@ -40,7 +42,7 @@ def test_what_was_removed_is_unavailable_until_it_is_back(tmp_path: Path, rig: F
     assert rig.holds(1) == [1]
 
 
-def test_what_was_replaced_is_unavailable(tmp_path: Path, rig: FileRig) -> None:
+def test_tier_with_a_replaced_folder_is_unavailable(tmp_path: Path, rig: FileRig) -> None:
     shutil.rmtree(tmp_path / "tier")
     (tmp_path / "tier").mkdir()
     tick_until(rig, "unavailable")

@@ -38,7 +38,7 @@ def fail_to_read(rig: FileRig, disk: FaultyDisk, number: int) -> None:
     disk.file.reads.error = 0
 
 
-def test_it_is_not_promised_for_a_while_and_others_are(rig: FileRig, disk: FaultyDisk) -> None:
+def test_unreadable_object_is_not_promised_for_a_while_and_others_are(rig: FileRig, disk: FaultyDisk) -> None:
     for number in range(2):
         rig.put(name_of(number), SIZE)
     fail_to_read(rig, disk, 0)
@@ -47,7 +47,7 @@ def test_it_is_not_promised_for_a_while_and_others_are(rig: FileRig, disk: Fault
     assert rig.get(name_of(0), SIZE) is TierOutcome.DONE
 
 
-def test_the_newly_computed_one_is_written_to_other_pages(rig: FileRig, disk: FaultyDisk) -> None:
+def test_recomputed_object_is_written_to_other_pages_than_the_unreadable_one(rig: FileRig, disk: FaultyDisk) -> None:
     empty = rig.tier.status().used_bytes
     rig.put(name_of(0), SIZE)
     record = rig.tier.status().used_bytes - empty
@@ -62,7 +62,7 @@ def test_the_newly_computed_one_is_written_to_other_pages(rig: FileRig, disk: Fa
     assert rig.tier.state == "ready"
 
 
-def test_what_was_written_to_other_pages_is_not_written_again(rig: FileRig, disk: FaultyDisk) -> None:
+def test_recomputed_object_is_not_written_a_second_time(rig: FileRig, disk: FaultyDisk) -> None:
     rig.put(name_of(0), SIZE)
     fail_to_read(rig, disk, 0)
     rig.put(name_of(0), SIZE)
@@ -71,7 +71,7 @@ def test_what_was_written_to_other_pages_is_not_written_again(rig: FileRig, disk
     assert (rig.tier.status().written_objects, rig.written().tier.status().used_bytes) == (2, used)
 
 
-def test_after_the_second_failure_it_is_dropped_and_a_restart_uses_its_pages_again(
+def test_object_unreadable_twice_is_dropped_and_a_restart_reuses_its_pages(
     tmp_path: Path, rig: FileRig, disk: FaultyDisk
 ) -> None:
     empty = rig.tier.status().used_bytes
@@ -88,7 +88,7 @@ def test_after_the_second_failure_it_is_dropped_and_a_restart_uses_its_pages_aga
     again.close()
 
 
-def test_the_time_doubles_and_a_read_ends_it() -> None:
+def test_time_without_promise_doubles_with_each_failure_until_a_read_succeeds() -> None:
     failures, name = ObjectFailures(), ObjectName(b"n" * 32, 0, b"k" * KEY_BYTES)
 
     def shown(seconds: float) -> int:
@@ -112,7 +112,7 @@ def test_a_tier_that_fails_as_a_whole_blames_none_of_its_objects() -> None:
     assert failures.shown(0b11, b"n" * 32, 0, ill.key + well.key, 0) == 0b10
 
 
-def test_what_is_remembered_is_bounded() -> None:
+def test_number_of_remembered_unreadable_objects_is_bounded() -> None:
     failures = ObjectFailures()
     names = [ObjectName(b"n" * 32, 0, number.to_bytes(KEY_BYTES, "big")) for number in range(MOST_OBJECTS + 1)]
     for name in names:

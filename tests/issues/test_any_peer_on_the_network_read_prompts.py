@@ -95,7 +95,7 @@ def test_off_loopback_only_probes_and_scrapers_are_answered_even_from_the_machin
     assert "only /metrics, /livez and /readyz answer" in network_daemon.log
 
 
-def test_the_command_line_states_why_it_is_shown_nothing(network_daemon: Daemon) -> None:
+def test_status_command_without_a_token_states_why_it_is_refused(network_daemon: Daemon) -> None:
     shown = run("status", "--http-port", str(network_daemon.http_port))
     assert shown.returncode == 1
     assert "answers 403: " in shown.stderr
@@ -147,7 +147,9 @@ def test_a_page_of_another_origin_is_refused_with_a_token_too(
     assert (code, json.loads(body)["error"]) == (403, "foreign_origin")
 
 
-def test_the_token_is_shown_nowhere(make_daemon: Callable[..., Daemon], token_file: Path) -> None:
+def test_token_is_in_neither_config_nor_log_nor_ready_line(
+    make_daemon: Callable[..., Daemon], token_file: Path
+) -> None:
     daemon = make_daemon(http_host="0.0.0.0", http_token_file=token_file, log_level="debug")
     assert ask(daemon, "/status")[0] == 401
     code, shown = ask(daemon, "/config", Authorization=f"Bearer {TOKEN}")
@@ -220,7 +222,9 @@ def test_a_token_file_that_protects_nothing_is_refused_at_the_start(
     assert not content or content not in ended.stderr
 
 
-def test_a_token_file_that_is_none_is_refused_at_the_start(make_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
+def test_missing_token_file_or_folder_or_pipe_is_refused_at_the_start(
+    make_daemon: Callable[..., Daemon], tmp_path: Path
+) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
     for path, reason in (
         (tmp_path / "none", "No such file"),

@@ -46,7 +46,7 @@ def test_a_folder_that_every_user_may_write_to_is_refused(make_daemon: Callable[
     assert "may be written by all users" in refusal(make_daemon)
 
 
-def test_our_own_is_taken_and_what_the_operator_names_is_theirs_to_know(folder: Path, tmp_path: Path) -> None:
+def test_default_folder_of_our_own_and_a_named_folder_are_accepted(folder: Path, tmp_path: Path) -> None:
     assert stranger_at(default_endpoint()) == ""
     (tmp_path / "shared").mkdir()
     (tmp_path / "shared").chmod(0o777)

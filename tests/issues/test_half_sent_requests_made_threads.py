@@ -119,12 +119,12 @@ def test_a_request_that_is_dripped_is_given_up_after_a_time_for_all_of_it(
     assert impatient.status().refused == {"slow": 1}, "counted once"
 
 
-def test_a_slow_network_is_no_attack() -> None:
+def test_limits_of_requests_and_answers_leave_a_slow_network_4_seconds() -> None:
     assert connections_module.REQUEST_SECONDS > 4
     assert connections_module.ANSWER_SECONDS > 4
 
 
-def test_a_connection_without_a_request_for_long_is_the_first_to_go_and_requests_are_answered(daemon: Daemon) -> None:
+def test_longest_idle_connection_is_closed_first_and_requests_are_answered(daemon: Daemon) -> None:
     """Connections that are kept idle cannot shut out others, nor each other's requests."""
     with contextlib.ExitStack() as at_end:
         kept = [http.client.HTTPConnection("127.0.0.1", daemon.http_port, timeout=10) for _ in range(MOST_THREADS)]

@@ -69,7 +69,7 @@ def test_a_ready_chunk_behind_a_hole_counts_under_the_reason_of_the_hole(cache: 
     assert reasons(cache, keys) == {MissReason.EVICTED: 5, MissReason.NEVER_STORED: 1}
 
 
-def test_what_is_behind_a_chunk_that_no_l1_could_have_had_counts_with_it(cache: Cache) -> None:
+def test_evicted_chunks_behind_a_never_stored_chunk_count_as_never_stored(cache: Cache) -> None:
     keys = make_keys(6)
     evicted(cache, keys[3:])
     assert reasons(cache, keys) == {MissReason.NEVER_STORED: 6}
@@ -88,7 +88,7 @@ def test_of_very_many_chunks_the_shares_are_right_and_none_is_lost(removed: int)
     )
 
 
-def test_a_key_that_was_lost_counts_as_the_one_behind_it() -> None:
+def test_evicted_key_that_was_forgotten_counts_as_the_key_behind_it() -> None:
     """Of a full memory up to one in a hundred is lost. The first one looked at once made all behind it chunks that were never stored."""
     cache = Cache(PagePool(16384 * PAGE, PAGE), POLICIES["lru"]())
     keys = make_keys(32_768)

@@ -68,7 +68,7 @@ def test_a_gpu_that_an_engine_has_to_itself_is_refused_until_it_is_free(
     make_worker(daemon, gpu=GPUS[0]).round_trip()
 
 
-def test_a_copy_whose_event_fails_is_the_only_one_that_does(
+def test_event_that_fails_fails_its_copy_and_no_other(
     daemon: Daemon, plans: Path, make_worker: Callable[..., Worker]
 ) -> None:
     worker = make_worker(daemon, gpu=GPUS[0])

@@ -48,7 +48,7 @@ def test_what_was_removed_is_bound_again_and_engines_stay_connected(make_daemon,
     assert sorted(path.name for path in folder.iterdir()) == ["kv.sock.lock"]
 
 
-def test_a_place_that_another_daemon_took_is_its_own(make_daemon, make_worker, folder):
+def test_daemon_whose_endpoint_another_daemon_took_leaves_it_and_is_not_ready(make_daemon, make_worker, folder):
     first: Daemon = make_daemon(endpoint=f"ipc://{folder}/kv.sock")
     first.freeze()
     shutil.rmtree(folder)

@@ -46,7 +46,7 @@ def test_of_a_prompt_larger_than_l1_the_prefix_that_fits_is_kept(
         ranks[0].end_request()
 
 
-def test_also_where_they_store_at_the_same_time(make_ranks: Callable[..., list[Worker]]) -> None:
+def test_ranks_that_store_at_the_same_time_keep_the_prefix_that_fits(make_ranks: Callable[..., list[Worker]]) -> None:
     ranks, keys = make_ranks(3, copy_delay_us=2000), make_keys(CHUNKS)
     stores = [rank.begin_store(keys, rank.blocks_for(CHUNKS)) for rank in ranks]
     replies = [store.reply() for store in stores]

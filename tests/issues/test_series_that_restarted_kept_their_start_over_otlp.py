@@ -93,7 +93,7 @@ def test_a_series_that_fell_between_two_rounds_has_another_start() -> None:
         assert not restarted(then, later, "a")
 
 
-def test_one_that_comes_later_began_after_the_round_before_it() -> None:
+def test_series_that_appears_later_starts_after_the_round_before_it() -> None:
     with sending() as sent:
         first = sent.round(a=5)
         then = sent.round(a=5, b=1)

@@ -95,7 +95,7 @@ def test_quit_drains_as_term_does(make_daemon):
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
-def test_a_daemon_that_starts_is_not_ended_either(make_daemon, number):
+def test_signal_does_not_end_a_daemon_that_is_starting(make_daemon, number):
     daemon: Daemon = make_daemon(start=False, l1_size="1GiB")
     with open(daemon.folder / "log", "a") as log:
         daemon.process = subprocess.Popen(daemon.command(), stdout=subprocess.PIPE, stderr=log, text=True)

@@ -28,7 +28,7 @@ def unregistered() -> int:
     return count
 
 
-def test_who_does_not_register_is_hung_up_on_and_a_worker_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_connection_is_closed_and_that_of_a_worker_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lifeline.SILENT_SECONDS > 5, "a slow worker has time"
     monkeypatch.setattr(lifeline, "SILENT_SECONDS", 2.0)
     devices = Devices(CpuDevice(HostRegion(L1_BYTES), PAGE_BYTES, 1))

@@ -59,7 +59,7 @@ FOREIGN_HOSTS = [
 
 
 @pytest.mark.parametrize("host", FOREIGN_HOSTS)
-def test_a_name_that_is_not_ours_gets_nothing_but_probes(daemon: Daemon, worker: Worker, host: str) -> None:
+def test_foreign_host_name_gets_nothing_but_probes(daemon: Daemon, worker: Worker, host: str) -> None:
     worker.store(make_keys(1), worker.blocks_for(1))
     before = refused(daemon, "foreign_host")
     is_refused(ask(daemon, "POST", "/cache/clear", ("Host", host)), "foreign_host")
@@ -85,7 +85,7 @@ def test_a_name_that_is_not_ours_gets_nothing_but_probes(daemon: Daemon, worker:
         "192.0.2.7:80",
     ],
 )
-def test_addresses_and_localhost_are_ours_whatever_port_is_forwarded(daemon: Daemon, host: str) -> None:
+def test_addresses_and_localhost_are_served_whatever_port_is_forwarded(daemon: Daemon, host: str) -> None:
     assert ask(daemon, "GET", "/status", ("Host", host))[0] == 200
     assert ask(daemon, "POST", "/cache/clear", ("Host", host))[0] == 200
 
@@ -127,7 +127,7 @@ def test_a_page_of_another_origin_is_refused(daemon: Daemon, worker: Worker, hea
     ],
     ids=str,
 )
-def test_a_page_of_our_own_may_ask(daemon: Daemon, headers: list[tuple[str, str]]) -> None:
+def test_page_of_the_daemons_own_origin_may_clear_the_cache(daemon: Daemon, headers: list[tuple[str, str]]) -> None:
     assert ask(daemon, "POST", "/cache/clear", ("Host", "localhost:8080"), *headers)[0] == 200
 
 
@@ -157,13 +157,13 @@ def test_a_request_with_two_hosts_is_refused(daemon: Daemon) -> None:
     assert ask(daemon, "POST", "/cache/clear", ("Host", "localhost"), ("Host", "rebound.example"))[0] == 400
 
 
-def test_the_name_that_was_configured_is_ours(make_daemon) -> None:  # type: ignore[no-untyped-def]
+def test_configured_host_name_is_served_and_another_is_refused(make_daemon) -> None:  # type: ignore[no-untyped-def]
     daemon = make_daemon(http_host="localhost")
     assert ask(daemon, "POST", "/cache/clear", ("Host", "localhost"))[0] == 200
     is_refused(ask(daemon, "POST", "/cache/clear", ("Host", "rebound.example")), "foreign_host")
 
 
-def test_what_was_refused_is_in_the_metrics(daemon: Daemon) -> None:
+def test_refused_requests_are_counted_by_reason_in_the_metrics(daemon: Daemon) -> None:
     is_refused(ask(daemon, "POST", "/cache/clear", ("Host", "rebound.example")), "foreign_host")
     found = re.search(
         r'^kvserver_http_refused_total\{reason="foreign_host"\} (\S+)$', daemon.http("/metrics")[1], re.MULTILINE
@@ -172,7 +172,7 @@ def test_what_was_refused_is_in_the_metrics(daemon: Daemon) -> None:
     assert float(found[1]) == refused(daemon, "foreign_host") >= 1
 
 
-def test_the_command_line_goes_on_working(daemon: Daemon) -> None:
+def test_status_command_works_by_address_and_by_localhost(daemon: Daemon) -> None:
     for host in ("127.0.0.1", "localhost"):
         command = [KVSERVER, "status", "--http-host", host, "--http-port", str(daemon.http_port)]
         shown = subprocess.run(command, capture_output=True, text=True, timeout=20)

@@ -60,7 +60,7 @@ def test_a_key_of_an_engine_is_refused_with_what_is_allowed() -> None:
         read_settings(CommonSettings, {"kvserver.load_timeout_ms": 0})
 
 
-def test_truth_and_lower_bounds_have_words_too() -> None:
+def test_allowed_values_of_booleans_and_of_lower_bounds_are_in_words() -> None:
     class Some(msgspec.Struct):
         truth: bool = False
         least: Annotated[int, Meta(ge=2)] = 2

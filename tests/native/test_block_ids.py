@@ -59,7 +59,7 @@ def test_too_few_are_named_with_the_right_count(table: PlaneTable, count: int) -
 
 
 @pytest.mark.parametrize("raw", [packed([1, 2, 3, 4, 5]), b"\2", b"\0\x82", b"\1\2\xff\xff\xff\xff\x7f"])
-def test_what_cannot_be_unpacked_is_refused_with_the_count(table: PlaneTable, raw: bytes) -> None:
+def test_block_ids_that_cannot_be_unpacked_are_refused_with_the_count(table: PlaneTable, raw: bytes) -> None:
     message = refused(table, STORE, raw, 2, 4)
     assert f"block_ids of {len(raw)} bytes cannot be unpacked: byte " in message
     assert "2 to 4 blocks belong" in message

@@ -213,7 +213,7 @@ def test_a_copier_that_could_not_work_is_refused(page_bytes: int, threads: int) 
 
 
 @pytest.mark.parametrize("size", [0, 1 << 62])
-def test_an_l1_that_cannot_be_had_is_refused(size: int) -> None:
+def test_l1_that_cannot_be_allocated_is_refused(size: int) -> None:
     with pytest.raises(RuntimeError, match="L1"):
         HostRegion(size)
 
@@ -245,7 +245,7 @@ class TestMapping:
         assert end.outcome == Outcome.FAILED
 
     @pytest.mark.parametrize("kind", ["pipe", "directory", "read-only"])
-    def test_what_is_no_memory_is_refused(self, device: Device, kind: str, tmp_path: Any) -> None:
+    def test_descriptor_of_no_memory_is_refused(self, device: Device, kind: str, tmp_path: Any) -> None:
         words = L0(device, flat(1, 64)).words
         if kind == "pipe":
             fd, other = os.pipe()

@@ -87,7 +87,7 @@ def run(program: Path, case: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_errors_of_cuda(program: Path, case: str) -> None:
+def test_each_cuda_error_has_its_stated_outcome(program: Path, case: str) -> None:
     done = run(program, case)
     assert done.returncode == 0, done.stderr
 

@@ -320,7 +320,7 @@ class TestPythonRunsOn:
         thread.join()
         return after - before
 
-    def test_while_a_device_is_dropped_that_still_copies(self) -> None:
+    def test_python_runs_on_while_a_device_is_dropped_that_still_copies(self) -> None:
         device = Device(64, threads=1, delay_micros=200_000)
         l0 = L0(device, flat(9, 4096))
         device.submit_with_word(LOAD, l0, Job(range(1, 9), range(8), 1, 1))
@@ -328,7 +328,7 @@ class TestPythonRunsOn:
         assert self.count_during(lambda: delattr(device, "native")) > 1000
 
     @pytest.mark.parametrize("act", ["release", "release_all", "run", "fail", "step"])
-    def test_while_the_fake_copies(self, act: str) -> None:
+    def test_python_runs_on_while_the_fake_device_copies(self, act: str) -> None:
         device = Device(64, fake_seed=1, delay_micros=100_000)
         l0 = L0(device, flat(9, 4096))
         ticket = device.submit(STORE, l0, Job([1, 2], [0, 1], 1, 1))

@@ -59,7 +59,7 @@ class TestEnds:
         assert [l0.memory.read(block) for block in range(5, 9)] == [fake.read_l1(page) for page in range(5, 9)]
         assert l0.words.state(1) == l0.words.state(9) == State.PENDING
 
-    def test_all_may_end_in_reverse(self) -> None:
+    def test_ends_are_reported_in_reverse_on_request(self) -> None:
         device = Device(64, BLOCK, fake_seed=7)
         plain = FakeDevice(HostRegion(64 * BLOCK), BLOCK)  # no seed: ends are reported in their order
         l0 = L0(device, flat(64, BLOCK))
@@ -91,7 +91,7 @@ class TestEnds:
 
 
 class TestLoss:
-    def test_all_that_is_in_flight_ends_with_the_reason(self) -> None:
+    def test_copies_in_flight_at_a_loss_end_with_the_reason(self) -> None:
         device, fake, l0 = rig()
         tickets = [submit(device, l0, direction, 1 + 4 * n) for n, direction in enumerate([STORE, LOAD, STORE, LOAD])]
         fake.run(tickets[2], 2)
@@ -108,13 +108,13 @@ class TestLoss:
         assert fake.lost == "it fell off the bus"
         assert l0.memory.image() == image
 
-    def test_what_comes_later_ends_so_at_once(self) -> None:
+    def test_copy_submitted_after_a_loss_ends_as_device_lost_at_once(self) -> None:
         device, fake, l0 = rig()
         fake.lose("gone")
         assert drain_until(device, [submit(device, l0, STORE, 1)]) == [Outcome.DEVICE_LOST]
         assert l0.words.state(1) == State.FAILED
 
-    def test_memory_can_still_be_unmapped(self) -> None:
+    def test_memory_can_be_unmapped_after_a_loss(self) -> None:
         device, fake, l0 = rig()
         ticket = device.next_ticket()
         fake.submit_unmap(ticket, l0.mappings)
@@ -122,7 +122,7 @@ class TestLoss:
         assert drain_until(device, [ticket]) == [Outcome.DONE]
         assert not any(mapping.mapped for mapping in l0.mappings)
 
-    def test_a_map_that_is_under_way_leaves_nothing_mapped(self) -> None:
+    def test_map_under_way_at_a_loss_leaves_nothing_mapped(self) -> None:
         device, fake, _ = rig()
         other = L0(device, flat(4, BLOCK))
         device.unmap(other.mappings)
@@ -132,7 +132,7 @@ class TestLoss:
         assert drain_until(device, [ticket]) == [Outcome.DEVICE_LOST]
         assert not any(mapping.mapped for mapping in other.mappings)
 
-    def test_a_copy_that_runs_meanwhile_ends_when_it_has_left_the_memory(self) -> None:
+    def test_copy_that_runs_at_a_loss_ends_when_it_has_left_the_memory(self) -> None:
         device, fake, l0 = rig(delay_micros=20_000)
         ticket = submit(device, l0, LOAD, 1, 32)
         runner = threading.Thread(target=lambda: fake.release(ticket))
@@ -156,12 +156,12 @@ class TestLoss:
 class TestRulesOfTheCaller:
     """What device.h REQUIRES: a device that copies for speed does not look."""
 
-    def test_a_chunk_is_named_once(self) -> None:
+    def test_copy_that_names_a_chunk_twice_is_refused(self) -> None:
         device, _, l0 = rig()
         with pytest.raises(RuntimeError, match="named twice"):
             device.submit(STORE, l0, Job([1, 2], [0, 1], 1, 1), chunks=[1, 1])
 
-    def test_two_slots_of_a_store_share_no_page(self) -> None:
+    def test_store_of_two_slots_that_share_a_page_is_refused(self) -> None:
         device, _, l0 = rig()
         with pytest.raises(RuntimeError, match="two slots"):
             device.submit(STORE, l0, Job([1, 2], [0, 0], 1, 1))

@@ -99,7 +99,7 @@ def test_a_deep_queue_gets_more_in_flight_up_to_the_most_slots(gpu: FakeGpu) -> 
 
 
 @pytest.mark.parametrize("waiting", [0, 1, 3])
-def test_a_queue_that_is_not_deep_gets_none(gpu: FakeGpu, waiting: int) -> None:
+def test_shallow_queue_gets_no_more_slots(gpu: FakeGpu, waiting: int) -> None:
     """No more waits than is in flight."""
     lane = Lane(gpu)
     gpu.pause()
@@ -223,6 +223,6 @@ def test_a_device_destroyed_while_it_grows_frees_everything(gpu: FakeGpu) -> Non
     assert (gpu.allocated_bytes, gpu.calls["make_stream"]) == (0, gpu.calls["free_stream"])
 
 
-def test_a_lane_has_the_first_slots_at_least(gpu: FakeGpu) -> None:
+def test_device_with_fewer_than_the_first_slots_is_refused(gpu: FakeGpu) -> None:
     with pytest.raises(ValueError, match="at least 4 slots"):
         GpuDevice(HostRegion(4096), 4096, gpu, most_slots=GPU_SLOTS - 1)

@@ -37,7 +37,7 @@ def test_shorter_hashes_are_filled_up_with_zeros():
 
 
 @pytest.mark.parametrize(("hashes", "hash_bytes"), [(b"12345", 4), (b"", 0), (bytes(66), 33)])
-def test_what_is_no_whole_hash_is_refused(hashes, hash_bytes):
+def test_hashes_that_are_not_whole_are_refused(hashes, hash_bytes):
     counts = HashCounts(1)
     for method in (counts.add, counts.remove, counts.contains):
         with pytest.raises(ValueError, match="no whole hashes"):

@@ -33,7 +33,7 @@ class TestNodes:
         assert HostRegion(MiB).numa_error == ""
 
     @pytest.mark.parametrize(("bound", "mode"), [(False, "interleave"), (True, "bind")])
-    def test_the_kernel_took_the_policy(self, bound: bool, mode: str) -> None:
+    def test_kernel_reports_the_numa_policy_of_the_region(self, bound: bool, mode: str) -> None:
         region = HostRegion(MiB, nodes=[NODE], bound=bound)
         if "not permitted" in region.numa_error:
             pytest.skip("this container forbids mbind")
@@ -61,7 +61,7 @@ class TestPages:
             HostRegion(free_huge_bytes(HUGE) + HUGE, huge_page_bytes=HUGE)
 
     @pytest.mark.parametrize("page_bytes", [1, 3, 4096 + 1, 3 * MiB, (1 << 64) - 1])
-    def test_no_page_has_such_a_size(self, page_bytes: int) -> None:
+    def test_impossible_huge_page_size_is_refused(self, page_bytes: int) -> None:
         with pytest.raises(RuntimeError, match="huge page"):
             HostRegion(MiB, huge_page_bytes=page_bytes)
 

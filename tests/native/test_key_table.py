@@ -29,7 +29,7 @@ def test_values_are_found_in_the_order_of_the_keys() -> None:
     assert (table.get(b"1" * 32), table.get(b"3" * 32)) == (one, None)
 
 
-def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
+def test_duplicate_and_malformed_keys_are_refused_and_change_nothing() -> None:
     table, value = KeyTable(1), Value()
     table.add(b"k" * 32, value)
     references = sys.getrefcount(value)

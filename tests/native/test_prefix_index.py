@@ -28,7 +28,7 @@ def test_leading_blocks_are_found_up_to_the_first_that_is_missing():
     assert index.match(b"".join(blocks), 32, [(owner, -1, -1, 1)]) == [(4, 0, 0, 4)]
 
 
-def test_tiers_carry_each_other_on():
+def test_match_continues_from_one_tier_to_the_next():
     index, blocks = PrefixIndex(1, ROOM), hashes_of(1, 16)
     l0, l1, l2 = index.add_owner(), index.add_owner(), index.add_owner()
     index.add_blocks(l0, b"".join(blocks[0:2] + blocks[8:11]), 32)
@@ -56,7 +56,7 @@ def test_the_owners_of_the_last_block_of_each_so_many_are_read():
             index.owners_of(hashes, width, every)
 
 
-def test_a_match_goes_on_behind_what_is_looked_up_at_once():
+def test_match_continues_behind_the_hashes_that_are_looked_up_at_once():
     index, blocks = PrefixIndex(1, ROOM), hashes_of(1, 3000)
     l0, l1 = index.add_owner(), index.add_owner()
     index.add_blocks(l0, b"".join(blocks[:120]), 32)
@@ -73,7 +73,7 @@ def test_hashes_of_any_length_are_known_by_their_last_8_bytes():
 
 
 @pytest.mark.parametrize(("hashes", "hash_bytes"), [(b"1234", 4), (b"", 0), (bytes(66), 33), (bytes(33), 32)])
-def test_what_is_no_whole_hash_is_refused(hashes, hash_bytes):
+def test_hashes_that_are_not_whole_are_refused(hashes, hash_bytes):
     index = PrefixIndex(1, ROOM)
     owner = index.add_owner()
     for call in (
@@ -135,7 +135,7 @@ def test_a_owner_that_is_cleared_leaves_the_others_alone():
     assert index.owned_blocks(one) == 0, "how often it was added was forgotten too"
 
 
-def test_what_exceeds_the_memory_is_refused_and_counted():
+def test_blocks_that_exceed_the_memory_are_refused_and_counted():
     index, most = PrefixIndex(1, 1 << 20), 1 << 20
     owner = index.add_owner()
     blocks = hashes_of(1, 100_000, 8)

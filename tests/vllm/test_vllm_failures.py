@@ -129,7 +129,7 @@ def test_what_a_daemon_wrote_to_l2_comes_back_after_its_end(
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_a_daemon_killed_during_a_load(
+def test_tokens_stay_right_when_the_daemon_is_killed_during_a_load(
     first: Engine, second: Engine, start_daemon: Start, prompt: Make, restarted: bool
 ) -> None:
     text = prompt(220 + restarted, 900)
@@ -150,7 +150,9 @@ def test_a_daemon_killed_during_a_load(
     assert second.counters()["worker"]["load_failures"] > 0
 
 
-def test_a_daemon_killed_during_a_store(first: Engine, second: Engine, start_daemon: Start, prompt: Make) -> None:
+def test_tokens_stay_right_when_the_daemon_is_killed_during_a_store(
+    first: Engine, second: Engine, start_daemon: Start, prompt: Make
+) -> None:
     text = prompt(230, 900)
     alone = reference(first, [text])[0]
     daemon = start_daemon(pauses=True)
@@ -254,7 +256,9 @@ def test_an_operator_switches_serving_off_and_on_under_an_engine(
     assert daemon.status()["totals"]["failed_stores"] == 0
 
 
-def test_a_slow_a_full_and_a_refusing_daemon(first: Engine, second: Engine, start_daemon: Start, prompt: Make) -> None:
+def test_tokens_stay_right_with_a_slow_a_full_and_a_refusing_daemon(
+    first: Engine, second: Engine, start_daemon: Start, prompt: Make
+) -> None:
     texts = [prompt(310 + n, 900) for n in range(4)]
     alone = reference(first, texts)
     slow = start_daemon(copy_delay_us=3000, copy_threads=1)

@@ -121,7 +121,7 @@ def loaded(daemon: Daemon) -> int:
     return int(daemon.status()["totals"]["loaded_bytes"])
 
 
-def test_each_group_of_the_model_matters(kind: Kind, first: Engine, prompt: Make) -> None:
+def test_zeroed_bytes_of_any_group_change_the_tokens(kind: Kind, first: Engine, prompt: Make) -> None:
     """No daemon: if a group that was not loaded, or wrongly, changed no token, the tests below would not see it."""
     text = prompt(590, kind.chunk + 20)
     cold = first.generate([text])[0]

@@ -216,7 +216,7 @@ def run(engine: Engine, daemon: Daemon) -> Measured:
     )
 
 
-def test_enough_happened(measured: Measured) -> None:
+def test_measured_run_has_many_events_of_each_kind(measured: Measured) -> None:
     counts = measured.records.counts
     assert measured.vllm_counters["vllm:num_preemptions"] > 0
     assert counts["evictions"] > 200
@@ -227,7 +227,7 @@ def test_enough_happened(measured: Measured) -> None:
     assert measured.records.vllm_gaps.count > 20
 
 
-def test_the_records_mean_what_vllm_counted(measured: Measured) -> None:
+def test_records_have_the_durations_that_vllm_measured(measured: Measured) -> None:
     records = measured.records
     assert records.values["lifetime"].is_close_to(measured.vllm["lifetime"])
     assert records.values["since_last_access"].is_close_to(measured.vllm["since_last_access"])
@@ -272,7 +272,9 @@ def test_the_sources_of_prompts_add_up_to_vllms_prompt_tokens(measured: Measured
     assert cached == theirs if not loads["failed"] else cached <= theirs  # a failed one's were computed
 
 
-def test_the_two_beside_each_other(measured: Measured, capsys: pytest.CaptureFixture[str]) -> None:
+def test_printed_durations_of_vllm_and_kvserver_are_close(
+    measured: Measured, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows: list[tuple[str, Values, Values]] = [
         (name, measured.vllm[name], measured.ours(name)) for name in ("lifetime", "since_last_access")
     ]

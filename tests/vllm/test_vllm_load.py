@@ -229,7 +229,9 @@ def wishing(server: Server, words: Prompt, **wishes: Any) -> list[int]:
     return tokens
 
 
-def test_what_a_request_wants_arrives_over_http(daemon: Daemon, server: Server, prompt: Callable[..., Prompt]) -> None:
+def test_wishes_of_a_request_sent_over_http_are_obeyed(
+    daemon: Daemon, server: Server, prompt: Callable[..., Prompt]
+) -> None:
     """`kvserver.no_store`, `kvserver.max_load_tokens` and `kvserver.tiers`, and one that means nothing."""
     words = prompt(65, 3 * CHUNK + 40)
     stored = row_of(daemon)["requests"]["stored_chunks"]
@@ -288,7 +290,7 @@ def test_a_daemon_that_hangs_is_seen_while_the_engine_is_idle(daemon: Daemon, se
     assert_with_cache(server)
 
 
-def test_an_open_breaker_is_seen_and_that_it_closes(
+def test_breaker_is_in_the_metrics_when_it_opens_and_when_it_closes(
     daemon: Daemon, server: Server, prompt: Callable[..., Prompt]
 ) -> None:
     assert_with_cache(server)

@@ -163,7 +163,7 @@ def test_forced_preemption_keeps_tokens(first: Engine, second: Engine, start_dae
     assert first.counters()["blocks_in_use"] == 0
 
 
-def test_many_requests_with_shared_prefixes_at_once(
+def test_many_requests_with_shared_prefixes_at_once_give_equal_tokens(
     first: Engine, second: Engine, start_daemon: Start, prompt: Make
 ) -> None:
     daemon = start_daemon()

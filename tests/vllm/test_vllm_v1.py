@@ -63,7 +63,9 @@ def test_preempted_requests_of_runner_v1_keep_their_tokens(v1: Engine, start_dae
     assert totals["loaded_bytes"] > totals["failed_loads"] == totals["errors"] == 0
 
 
-def test_a_daemon_killed_during_a_load_of_runner_v1(v1: Engine, start_daemon: Start, prompt: Make) -> None:
+def test_tokens_of_runner_v1_stay_right_when_the_daemon_is_killed_during_a_load(
+    v1: Engine, start_daemon: Start, prompt: Make
+) -> None:
     daemon = start_daemon(pauses=True)
     text = prompt(820, 900)
     cold = v1.generate([text])[0]

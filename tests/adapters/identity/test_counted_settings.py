@@ -67,7 +67,7 @@ def test_a_variable_that_counts_separates(identify, plain, monkeypatch, name, va
     assert different(identify(), plain) == {f"environment.{name}"}
 
 
-def test_versions_and_the_device_count(identify, plain, monkeypatch):
+def test_version_of_vllm_and_device_separate_engines(identify, plain, monkeypatch):
     monkeypatch.setattr("vllm.__version__", "0.32.1")
     assert different(identify(), plain) == {"vllm"}
     monkeypatch.undo()
@@ -75,7 +75,7 @@ def test_versions_and_the_device_count(identify, plain, monkeypatch):
     assert different(identify(), plain) == {"device"}
 
 
-def test_hash_granularity_and_group_geometry_count(start, caches, identify, plain):
+def test_hash_block_size_separates_engines(start, caches, identify, plain):
     config = start()
     finer = dataclasses.replace(caches, hash_block_size=BLOCK // 2)
     assert different(with_weights(config_identity(config, finer), config), plain) == {"kv_cache.hash_block_tokens"}
@@ -125,7 +125,7 @@ def test_the_length_of_a_context_counts_where_the_model_computes_with_it(identif
     assert different(one, other) == {"model_config.max_model_len"}
 
 
-def test_a_length_that_vllm_fitted_to_the_memory_is_not_what_the_model_was_built_with(identify):
+def test_context_length_that_vllm_fitted_to_the_memory_does_not_separate_engines(identify):
     def fitted(length: int) -> Callable[[VllmConfig], None]:
         return lambda config: setattr(config.model_config, "max_model_len", length)
 
@@ -133,7 +133,7 @@ def test_a_length_that_vllm_fitted_to_the_memory_is_not_what_the_model_was_built
     assert identify(**long, adjust=fitted(1500)) == identify(**long, adjust=fitted(700))
 
 
-def test_a_model_that_is_not_vllms_own_may_read_the_length(identify):
+def test_context_length_separates_engines_of_models_outside_vllm(identify):
     def foreign(config: VllmConfig) -> None:
         config.model_config.hf_config.architectures = ["SomebodysForCausalLM"]
 
@@ -143,14 +143,14 @@ def test_a_model_that_is_not_vllms_own_may_read_the_length(identify):
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 
 
-def test_whether_a_step_that_failed_is_computed_again_counts(identify, plain):
+def test_fault_tolerance_of_failed_steps_separates_engines(identify, plain):
     def tolerant(config: VllmConfig) -> None:
         config.parallel_config.enable_fault_tolerance = True
 
     assert different(identify(adjust=tolerant), plain) == {"parallel_config.enable_fault_tolerance"}
 
 
-def test_which_drafts_are_accepted_counts(identify):
+def test_acceptance_method_of_drafts_separates_engines(identify):
     """Acceptance may be lossy."""
     one = identify(speculative_config=NGRAM)
     other = identify(
@@ -159,7 +159,7 @@ def test_which_drafts_are_accepted_counts(identify):
     assert different(one, other) == {"speculative_config.rejection_sample_method"}
 
 
-def test_where_an_encoders_output_comes_from_counts_but_for_addresses(identify):
+def test_source_of_encoder_output_separates_engines_but_its_addresses_do_not(identify):
     def taken_from(connector: str = "ECExampleConnector", **fields: Any) -> Identity:
         return identify(ec_transfer_config={"ec_connector": connector, "ec_role": "ec_consumer", **fields})
 

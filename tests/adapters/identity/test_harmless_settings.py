@@ -164,7 +164,7 @@ OF_033 = {
 
 
 @pytest.mark.parametrize("name", OF_033)
-def test_how_drafts_are_made_in_vllm_0_33_is_harmless(identify, name):
+def test_draft_settings_of_vllm_0_33_do_not_separate_engines(identify, name):
     drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 
     def adjust(config: VllmConfig) -> None:
@@ -235,7 +235,7 @@ def test_all_ranks_of_an_engine_have_one_identity(start, caches):
     ],
     ids=lambda options: list(options)[-1],
 )
-def test_what_the_front_end_does_with_images_still_shares(identify, options):
+def test_image_settings_of_the_front_end_do_not_separate_engines(identify, options):
     assert identify(adjust=multimodal(**options)) == identify(adjust=multimodal())
 
 
@@ -245,6 +245,6 @@ def test_every_list_is_of_a_class_that_vllm_has(start):
     assert set(HARMLESS) <= known | nested
 
 
-def test_what_identical_starts_make_anew_is_harmless():
+def test_instance_id_does_not_separate_engines():
     assert is_harmless(VllmConfig(), "instance_id")
     assert not is_harmless(VllmConfig(), "model_config")

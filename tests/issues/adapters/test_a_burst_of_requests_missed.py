@@ -59,7 +59,7 @@ def answers(engine: Engine) -> dict[str, tuple[int | None, bool]]:
     return found
 
 
-def test_each_lookup_waits_its_turn(make_daemon, make_engine, begin):
+def test_lookups_of_a_burst_wait_their_turn_and_hit(make_daemon, make_engine, begin):
     """The daemon is busy while they come."""
     daemon = make_daemon(chunk_tokens=CHUNK)
     make_engine(daemon).generate("stores", TOKENS)
@@ -72,7 +72,7 @@ def test_each_lookup_waits_its_turn(make_daemon, make_engine, begin):
     assert (counters["lookups"], counters["lookup_hits"], counters["lookup_timeouts"]) == (3000, 3000, 0)
 
 
-def test_they_are_sent_without_a_further_query(make_daemon, begin):
+def test_waiting_lookups_are_sent_without_a_further_query(make_daemon, begin):
     """As passes end, in the order of arrival."""
     daemon = make_daemon(chunk_tokens=CHUNK)
     engine = begin(daemon, LASTING)
@@ -101,7 +101,7 @@ def test_requests_that_end_before_their_turn_are_not_looked_up(make_daemon, begi
     assert engine.connector.scheduler.counters["lookups"] == sent + 50
 
 
-def test_a_hung_daemon_makes_them_misses(make_daemon, begin):
+def test_waiting_lookups_of_a_hung_daemon_are_misses(make_daemon, begin):
     """When their time is over, and at once when the breaker is open."""
     daemon = make_daemon(chunk_tokens=CHUNK)
     engine = begin(daemon, {"kvserver.store_timeout_ms": 200, **IMPATIENT})

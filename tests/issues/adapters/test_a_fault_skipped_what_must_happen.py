@@ -137,7 +137,7 @@ def test_a_load_that_failed_is_reported_as_failed_though_counting_it_fails(make_
     assert engine.received == ["warm"]
 
 
-def test_a_report_is_taken_entry_by_entry(make_daemon, make_engine, monkeypatch):
+def test_faulty_entry_of_a_report_does_not_skip_its_other_entries(make_daemon, make_engine, monkeypatch):
     daemon = make_daemon()
     make_engine(daemon).generate("cold", FIRST)
     engine = make_engine(daemon, may_fail=True)

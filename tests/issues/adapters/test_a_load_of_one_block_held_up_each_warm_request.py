@@ -39,7 +39,7 @@ def test_a_warm_request_loads_nothing_where_vllm_left_out_one_block(make_daemon,
     assert (warm.external, engine.loads) == (0, [])
 
 
-def test_a_hit_beyond_that_block_is_loaded_but_for_its_own_last_one(make_daemon, make_eagle):
+def test_hit_beyond_one_block_is_loaded_but_for_its_last_block(make_daemon, make_eagle):
     daemon = make_daemon(tails="on")
     make_eagle(daemon).generate("cold", TOKENS)
     engine = make_eagle(daemon)

@@ -47,7 +47,9 @@ def change_weights(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("at", ["is copied", "has ended"])
-def test_a_pause_that_clears_the_cache_beside_a_load(make_daemon, make_engine, asynchronous, ranks, at):
+def test_request_is_right_after_a_pause_clears_the_cache_beside_its_load(
+    make_daemon, make_engine, asynchronous, ranks, at
+):
     daemon = make_daemon(pauses=True)
     store(daemon, make_engine, world_size=ranks)
     engine = make_engine(daemon, asynchronous=asynchronous, world_size=ranks)
@@ -67,7 +69,7 @@ def test_a_pause_that_clears_the_cache_beside_a_load(make_daemon, make_engine, a
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "qwen3-next"])
-def test_a_pause_of_a_hybrid(make_daemon, make_engine, name):
+def test_request_of_a_hybrid_is_right_after_a_pause_clears_the_cache_beside_its_load(make_daemon, make_engine, name):
     daemon, hybrid = make_daemon(pauses=True), HYBRIDS[name]
     store(daemon, make_engine, **hybrid.options)
     engine = make_engine(daemon, **hybrid.options)
@@ -99,7 +101,7 @@ def test_blocks_of_its_own_that_a_loading_request_shares_are_computed_again(make
     assert 0 in (first.local, second.local), "one of them computes all"
 
 
-def test_requests_that_run_are_kept_beside_the_load(make_daemon, make_engine, asynchronous):
+def test_running_request_and_load_are_both_right_after_a_pause_clears_the_cache(make_daemon, make_engine, asynchronous):
     daemon = make_daemon(pauses=True)
     store(daemon, make_engine)
     engine = make_engine(daemon, asynchronous=asynchronous)
@@ -116,7 +118,7 @@ def test_requests_that_run_are_kept_beside_the_load(make_daemon, make_engine, as
 
 
 @pytest.mark.parametrize("operation", ["sleep", "release"])
-def test_sleep_and_release_that_keep_a_loading_request(make_daemon, make_engine, operation):
+def test_loading_request_is_right_after_sleep_and_after_a_release_of_memory(make_daemon, make_engine, operation):
     daemon = make_daemon(pauses=True)
     store(daemon, make_engine)
     engine = make_engine(daemon)
@@ -156,7 +158,7 @@ def test_a_request_that_begins_again_may_be_aborted(make_daemon, make_engine, at
     assert engine.generate("again", TOKENS).right
 
 
-def test_a_pause_beside_a_load_of_a_request_that_was_aborted(make_daemon, make_engine):
+def test_pause_beside_the_load_of_an_aborted_request_frees_all_blocks(make_daemon, make_engine):
     """The pause waits for the load's end: its request is not over before."""
     daemon = make_daemon(pauses=True)
     store(daemon, make_engine)
@@ -170,7 +172,7 @@ def test_a_pause_beside_a_load_of_a_request_that_was_aborted(make_daemon, make_e
     wait_until(lambda: engine.generate_free("tick") == engine.num_blocks - 1, 10, "all blocks are free")
 
 
-def test_a_reset_beside_a_load_of_a_request_that_was_aborted(make_daemon, make_engine):
+def test_reset_beside_the_load_of_an_aborted_request_frees_all_blocks(make_daemon, make_engine):
     daemon = make_daemon(pauses=True)
     store(daemon, make_engine)
     engine = make_engine(daemon)
@@ -183,7 +185,7 @@ def test_a_reset_beside_a_load_of_a_request_that_was_aborted(make_daemon, make_e
 
 
 @pytest.mark.parametrize("mode", ["abort", "wait"])
-def test_the_other_modes_of_a_pause(make_daemon, make_engine, mode):
+def test_loading_request_is_right_after_a_pause_in_the_other_modes(make_daemon, make_engine, mode):
     daemon = make_daemon(pauses=True)
     store(daemon, make_engine)
     engine = make_engine(daemon)

@@ -39,7 +39,7 @@ def private_of(daemon, engine) -> str:
     return next(found["private"] for found in daemon.status()["instances"] if found["instance_id"] == name)
 
 
-def test_trained_kv_is_not_found_by_others_nor_old_kv_by_itself(make_daemon, make_engine):
+def test_plain_reset_hides_trained_kv_from_others_and_old_kv_from_the_engine(make_daemon, make_engine):
     daemon = make_daemon()
     engine, other = make_engine(daemon), make_engine(daemon)
     generate(other, "old", prompt(2, 3 * CHUNK + 10))
@@ -49,7 +49,7 @@ def test_trained_kv_is_not_found_by_others_nor_old_kv_by_itself(make_daemon, mak
     assert generate(engine, "old", prompt(2, 3 * CHUNK + 10)).external == 0
 
 
-def test_after_it_the_engine_shares_with_itself(make_daemon, make_engine):
+def test_engine_finds_its_own_kv_after_a_plain_reset(make_daemon, make_engine):
     daemon = make_daemon()
     engine = make_engine(daemon)
     train(engine, weights=7)
@@ -58,7 +58,7 @@ def test_after_it_the_engine_shares_with_itself(make_daemon, make_engine):
     assert generate(engine, "again").external == WARM
 
 
-def test_it_is_warned_of_once_counted_and_shown(make_daemon, make_engine, caplog):
+def test_plain_reset_is_warned_of_once_counted_and_shown(make_daemon, make_engine, caplog):
     caplog.set_level(logging.WARNING, "vllm.kvserver")
     daemon = make_daemon()
     engine = make_engine(daemon)
@@ -75,7 +75,7 @@ def test_it_is_warned_of_once_counted_and_shown(make_daemon, make_engine, caplog
 
 
 @pytest.mark.parametrize("options", [{}, {"reset_connector": True}], ids=["plain", "with the connector"])
-def test_a_version_set_anew_shares_again(make_daemon, make_engine, options):
+def test_engines_with_the_same_new_weights_version_share_after_a_plain_reset(make_daemon, make_engine, options):
     """A reset that reaches the connector too is one reset: the version counts for it."""
     daemon = make_daemon()
     engine, other = make_engine(daemon), make_engine(daemon)
@@ -89,7 +89,7 @@ def test_a_version_set_anew_shares_again(make_daemon, make_engine, options):
     assert generate(other, "the same version does not name these").external == 0
 
 
-def test_a_reset_with_the_connector_is_no_plain_one(make_daemon, make_engine):
+def test_reset_with_the_connector_is_not_counted_as_a_plain_reset(make_daemon, make_engine):
     daemon = make_daemon()
     engine = make_engine(daemon)
     train(engine, weights=7, reset_connector=True)
@@ -98,7 +98,7 @@ def test_a_reset_with_the_connector_is_no_plain_one(make_daemon, make_engine):
     wait_until(lambda: engine.generate_free("r") and private_of(daemon, engine) == "epoch: private since reset_cache")
 
 
-def test_keep_opts_out(make_daemon, make_engine):
+def test_engine_with_on_prefix_reset_keep_goes_on_sharing(make_daemon, make_engine):
     daemon = make_daemon()
     engine = make_engine(daemon, extra={"kvserver.on_prefix_reset": "keep"})
     generate(engine, "cold")
@@ -113,7 +113,7 @@ def wait_for_the_store(daemon):
 
 
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
-def test_a_reset_that_vllm_refuses_for_running_requests_counts_too(make_daemon, make_engine, asynchronous):
+def test_plain_reset_that_vllm_refuses_stops_stores_until_a_reset_succeeds(make_daemon, make_engine, asynchronous):
     """Weights have changed all the same: nothing is stored, and nothing of the old ones found, until a reset succeeds."""
     daemon = make_daemon(chunk_tokens=CHUNK)
     engine, other = make_engine(daemon, asynchronous=asynchronous), make_engine(daemon)

@@ -126,7 +126,7 @@ def test_a_rank_that_may_not_attach_is_reported_and_the_daemons_log_has_one_line
     assert daemon.log.count(refusal) == (mode == 0o666), "its engine tries again and again"
 
 
-def test_the_reason_is_in_vllms_metrics(make_engine, make_daemon, monkeypatch):
+def test_refused_connection_is_in_vllms_metrics_as_not_permitted(make_engine, make_daemon, monkeypatch):
     """Root passes every check of the kernel, so the refusal is injected here where the other tests meet the kernel's."""
     daemon = make_daemon()
     why = "user 1000 may not connect: /run/kv belongs to user 0 (Permission denied); run engine and daemon as one user"

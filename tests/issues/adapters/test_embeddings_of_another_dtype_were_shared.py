@@ -20,7 +20,7 @@ OWN = torch.arange(len(TOKENS) * 8, dtype=torch.int16).view(torch.bfloat16).resh
 FOREIGN = OWN.view(torch.float16)
 
 
-def test_the_bytes_are_the_same():
+def test_embeddings_of_two_dtypes_have_equal_bytes_and_other_values():
     assert bytes(OWN.view(torch.uint8).numpy()) == bytes(FOREIGN.view(torch.uint8).numpy())
     assert not torch.equal(OWN.float(), FOREIGN.float())
 

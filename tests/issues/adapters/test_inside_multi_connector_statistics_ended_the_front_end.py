@@ -69,7 +69,7 @@ def payloads(engine: Engine) -> list[dict[str, Any]]:
     return [payload for payload in decoded if payload is not None]
 
 
-def test_the_front_end_takes_our_statistics(make_daemon, make_engine, tmp_path):
+def test_front_end_of_multi_connector_accepts_our_statistics(make_daemon, make_engine, tmp_path):
     daemon = make_daemon()
     engine = make_engine(daemon, adjust=nested())
     engine.generate("cold", TOKENS)
@@ -105,7 +105,7 @@ def test_a_failed_load_is_computed_inside_multi_connector_too(make_daemon, make_
     assert engine.received == ["warm"]
 
 
-def test_the_operators_policy_for_failures_counts_there_too(make_daemon, make_engine):
+def test_load_failure_policy_fail_holds_inside_multi_connector(make_daemon, make_engine):
     daemon = make_daemon()
     make_engine(daemon).generate("cold", TOKENS)
     engine = make_engine(daemon, adjust=nested(), extra={"kvserver.load_failure_policy": "fail"})
@@ -129,7 +129,7 @@ def test_where_the_policy_cannot_be_reached_the_engine_runs_without_cache(
 
 
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
-def test_the_outer_role_counts(make_daemon, make_engine, caplog, role):
+def test_outer_role_other_than_kv_both_is_refused(make_daemon, make_engine, caplog, role):
     """vLLM defers the freeing of blocks for consumers only, by the outer one."""
     engine = make_engine(make_daemon(), adjust=nested(kv_role=role))
     assert "kv_role must be kv_both" in caplog.text

@@ -74,7 +74,7 @@ def test_a_key_covers_its_whole_chunk(make_daemon, make_tap, make_scheduler):
     assert one[:KEY_BYTES] != other[:KEY_BYTES], "prompts that differ in the last token of their first chunk"
 
 
-def test_routers_receive_the_same(make_daemon, make_tap, make_scheduler):
+def test_description_for_routers_states_the_hash_block_of_the_engine(make_daemon, make_tap, make_scheduler):
     tap = make_tap(make_daemon(chunk_tokens=CHUNK))
     connector = make_scheduler(tap.endpoint)
     nothing = SimpleNamespace(

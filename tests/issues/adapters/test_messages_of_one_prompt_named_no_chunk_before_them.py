@@ -18,7 +18,7 @@ def stores_of(tap, group: int = 0) -> list[Store]:
     return sorted((store for store in tap.of(Store) if store.group == group), key=lambda store: store.first_chunk)
 
 
-def test_each_message_names_the_last_chunk_of_the_one_before(make_daemon, make_engine, make_tap, tmp_path):
+def test_each_store_message_names_the_last_chunk_of_the_message_before(make_daemon, make_engine, make_tap, tmp_path):
     daemon = make_daemon(l2=f"file://{tmp_path}/l2?size=64MiB")
     tap = make_tap(daemon)
     tokens = prompt(1, 6 * CHUNK + 5)
@@ -35,7 +35,7 @@ def test_each_message_names_the_last_chunk_of_the_one_before(make_daemon, make_e
     assert store.after == known[3 * KEY_BYTES : 4 * KEY_BYTES], "the last chunk of its hit"
 
 
-def test_only_full_attention_names_one(make_daemon, make_engine, make_tap, tmp_path):
+def test_only_store_messages_of_full_attention_name_a_chunk_before_them(make_daemon, make_engine, make_tap, tmp_path):
     """A window needs not all before it: one that was dropped must not keep later ones out."""
     model = HYBRIDS["nemotron"]
     tap = make_tap(make_daemon(l2=f"file://{tmp_path}/l2?size=64MiB"))
@@ -47,7 +47,7 @@ def test_only_full_attention_names_one(make_daemon, make_engine, make_tap, tmp_p
     assert {kind for kind, stores in by_kind.items() if any(store.after for store in stores)} == {"full"}
 
 
-def test_without_l2_no_message_names_one(make_daemon, make_engine, make_tap):
+def test_store_messages_without_l2_name_no_chunk_before_them(make_daemon, make_engine, make_tap):
     tap = make_tap(make_daemon())
     make_engine(tap.endpoint, max_tokens_per_step=STEP).generate("cold", prompt(4, 6 * CHUNK + 5), count=1)
     assert len(stores_of(tap)) > 2

@@ -105,7 +105,9 @@ def pooling(config, kind):
         (mean_pooling, "vLLM does not cache prefixes of this model"),
     ],
 )
-def test_they_are_refused_by_both_halves(make_daemon, make_halves, caplog, adjust, reason):
+def test_models_whose_prefixes_must_not_be_cached_are_refused_by_both_halves(
+    make_daemon, make_halves, caplog, adjust, reason
+):
     caplog.set_level(logging.WARNING, "vllm.kvserver")
     daemon = make_daemon()
     scheduler, worker = make_halves(daemon, adjust)
@@ -132,7 +134,7 @@ def last_token_pooling(config, caches):
 
 
 @pytest.mark.parametrize("adjust", [wide_and_narrow, windows_of_two_widths, last_token_pooling])
-def test_like_ones_that_are_right_are_not(make_daemon, make_halves, caplog, adjust):
+def test_similar_models_whose_prefixes_may_be_cached_are_served(make_daemon, make_halves, caplog, adjust):
     caplog.set_level(logging.WARNING, "vllm.kvserver")
     scheduler, worker = make_halves(make_daemon(), adjust)
     assert "runs without cache" not in caplog.text
@@ -141,7 +143,7 @@ def test_like_ones_that_are_right_are_not(make_daemon, make_halves, caplog, adju
     worker.shutdown()
 
 
-def test_an_operator_who_turns_vllms_own_off_still_has_ours(make_daemon, make_engine):
+def test_engine_with_vllms_prefix_caching_off_still_loads_from_the_daemon(make_daemon, make_engine):
     def own_off(config, caches):
         config.cache_config.enable_prefix_caching = False
 

@@ -41,7 +41,7 @@ class RaisingTables:
         return self.tables.get_block_ids(name)
 
 
-def test_one_requests_fault_is_its_own(make_daemon, make_tap, make_engine):
+def test_fault_of_one_request_leaves_the_others_of_its_step_stored(make_daemon, make_tap, make_engine):
     tap = make_tap(make_daemon())
     engine = make_engine(tap.endpoint, may_fail=True)
 
@@ -115,7 +115,7 @@ def test_a_request_whose_blocks_were_not_followed_is_stored_no_further(make_daem
     assert other.generate("good again", GOOD + good.tokens).external == 5 * CHUNK
 
 
-def test_what_a_rank_reports_is_taken_whatever_one_part_raises(make_daemon, make_engine, monkeypatch):
+def test_fault_in_one_part_of_a_ranks_report_does_not_skip_its_other_parts(make_daemon, make_engine, monkeypatch):
     """The ends of stores, after a word about quarantine that failed."""
     daemon = make_daemon(chunk_tokens=CHUNK)
     engine = make_engine(daemon, may_fail=True)

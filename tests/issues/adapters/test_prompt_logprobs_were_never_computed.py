@@ -18,7 +18,7 @@ def asked(tap) -> list[str]:
 
 
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
-def test_it_is_given_no_hit_and_no_lookup_is_sent(make_daemon, make_tap, make_engine, asynchronous):
+def test_request_with_prompt_logprobs_gets_no_hit_and_sends_no_lookup(make_daemon, make_tap, make_engine, asynchronous):
     """Before vLLM 0.31 the connector's answer is taken."""
     tap = make_tap(make_daemon())
     make_engine(tap.endpoint).generate("cold", TOKENS)
@@ -34,13 +34,13 @@ def test_it_is_given_no_hit_and_no_lookup_is_sent(make_daemon, make_tap, make_en
     wait_until(lambda: asked(tap) == ["cold", "warm"])  # the engine has it all itself, and waits for no answer
 
 
-def test_its_kv_is_stored(make_daemon, make_engine):
+def test_kv_of_a_request_with_prompt_logprobs_is_stored(make_daemon, make_engine):
     daemon = make_daemon()
     make_engine(daemon).generate("logprobs", TOKENS, sampling=WHOLE_PROMPT)
     assert make_engine(daemon).generate("warm", TOKENS).external == 3 * CHUNK
 
 
-def test_also_after_a_preemption(make_daemon, make_tap, make_engine):
+def test_preempted_request_with_prompt_logprobs_gets_no_hit(make_daemon, make_tap, make_engine):
     tap = make_tap(make_daemon())
     make_engine(tap.endpoint).generate("cold", TOKENS)
     engine = make_engine(tap.endpoint, extra={"kvserver.on_prefix_reset": "keep"})

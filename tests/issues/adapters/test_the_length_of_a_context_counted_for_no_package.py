@@ -47,11 +47,11 @@ def counts(model_folder: Path) -> Counts:
         "InklingForCausalLM", "KimiK3ForConditionalGeneration", "MiniMaxM3SparseForCausalLM",
     ],
 )  # fmt: skip
-def test_a_model_that_is_a_package_is_read_with_all_its_files(counts, architecture):
+def test_context_length_counts_for_a_package_that_reads_it_in_any_file(counts, architecture):
     assert counts(architecture)
 
 
-def test_models_that_do_not_name_it_still_share_whatever_the_length(counts):
+def test_context_length_does_not_count_for_models_that_do_not_name_it(counts):
     assert not counts("LlamaForCausalLM")
     assert not counts("Qwen3ForCausalLM")
 
@@ -77,14 +77,14 @@ READS = "def scale(config): return config.max_model_len"
     ],
     ids=["deep in a package", "a package that does not", "a module", "a module that does not", "no sources"],
 )
-def test_every_file_is_read_and_what_cannot_be_read_is_assumed_to_name_it(
+def test_context_length_counts_where_a_file_of_the_model_names_it_or_is_unreadable(
     counts, monkeypatch, tmp_path, files, expected
 ):
     of_vllm(monkeypatch, tmp_path, "theirs", files)
     assert counts(ARCHITECTURE) == expected
 
 
-def test_what_a_model_imports_of_another_model_is_read_too(counts, monkeypatch, tmp_path):
+def test_context_length_counts_where_an_imported_model_names_it(counts, monkeypatch, tmp_path):
     of_vllm(
         monkeypatch,
         tmp_path,
@@ -97,7 +97,7 @@ def test_what_a_model_imports_of_another_model_is_read_too(counts, monkeypatch, 
     assert counts(ARCHITECTURE)
 
 
-def test_a_rotary_embedding_that_names_it_has_it_count_for_all(counts, monkeypatch, tmp_path):
+def test_context_length_counts_for_all_models_where_a_rotary_embedding_names_it(counts, monkeypatch, tmp_path):
     """But for LongRoPE's, which a model's configuration chooses by name."""
     files = {"their_rotary/__init__.py": "", "their_rotary/phi3_long_rope_scaled_rope.py": READS}
     install(monkeypatch, tmp_path, "their_rotary", files)

@@ -39,7 +39,7 @@ def hand_over_as_0_29(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
-def test_it_stores_loads_and_reports(make_daemon, make_tap, make_engine, asynchronous):
+def test_engine_of_vllm_0_29_stores_loads_and_reports(make_daemon, make_tap, make_engine, asynchronous):
     """The prompt's third chunk is completed in a step that gives the request no block."""
     tap = make_tap(make_daemon(chunk_tokens=CHUNK))
     first = make_engine(tap.endpoint, asynchronous=asynchronous)

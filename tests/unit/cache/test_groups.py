@@ -99,7 +99,7 @@ def test_a_lookup_finds_the_greatest_boundary_that_every_group_allows(groups: li
     of.cache.audit()
 
 
-def test_a_window_that_is_missing_is_no_boundary_and_what_lies_behind_was_never_stored() -> None:
+def test_chunks_at_a_missing_window_are_missed_as_no_boundary() -> None:
     of = OneModel(FULL, WINDOW)
     of.store(0, range(6))
     of.store(1, [0, 1, 4])

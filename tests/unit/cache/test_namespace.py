@@ -108,7 +108,7 @@ def test_a_registration_that_names_nothing_is_refused() -> None:
     ("field", "value"),
     [pytest.param(field, value, id=name) for field, cases in SHAPES_THE_SLOT.items() for name, value in cases.items()],
 )
-def test_whatever_shapes_a_slot_separates(field: str, value: Any) -> None:
+def test_field_that_shapes_a_slot_separates_namespaces(field: str, value: Any) -> None:
     assert fingerprint([changed(**{field: value})]) != fingerprint([REGISTRATION])
 
 

@@ -145,7 +145,7 @@ SHARES = [{}, {"a": "0.5"}, {"a": "0.3", "b": "0.5"}, {"a": "0.25", "b": "0.25",
 @every_policy
 @pytest.mark.parametrize("shares", SHARES, ids=str)
 @pytest.mark.hypothesis
-def test_an_eviction_spares_what_requests_use_and_shares_and_takes_what_is_incomplete_first_and_enough(
+def test_eviction_spares_used_chunks_and_shares_and_evicts_incomplete_chunks_first(
     policy: str, shares: dict[str, str]
 ) -> None:
     evictions = Counter[str]()

@@ -53,7 +53,7 @@ def test_a_busy_model_leaves_another_its_share(make_cache: Make) -> None:
     cache.audit()
 
 
-def test_a_share_that_is_not_used_others_may_use_and_it_is_got_back(make_cache: Make) -> None:
+def test_unused_share_serves_other_models_until_its_model_stores(make_cache: Make) -> None:
     cache = make_cache(a="0.5")
     store(cache, "b", make_keys(10, "b"))
     assert pages(cache) == {"b": 10}
@@ -72,7 +72,7 @@ def test_a_model_beyond_its_share_competes_by_the_policy(make_cache: Make) -> No
     assert pages(cache) == {"a": 4, "b": 6}
 
 
-def test_where_shares_are_all_of_l1_a_model_replaces_its_own(make_cache: Make) -> None:
+def test_model_replaces_its_own_chunks_where_shares_are_all_of_l1(make_cache: Make) -> None:
     cache = make_cache(a="0.3", b="0.7")
     store(cache, "a", make_keys(3, "a"))
     store(cache, "b", make_keys(7, "b"))
@@ -84,7 +84,7 @@ def test_where_shares_are_all_of_l1_a_model_replaces_its_own(make_cache: Make) -
     assert pages(cache) == {"a": 3, "b": 7}
 
 
-def test_what_a_share_spared_leaves_first_once_its_model_has_more(make_cache: Make) -> None:
+def test_chunks_spared_by_a_share_are_evicted_first_once_their_model_has_more(make_cache: Make) -> None:
     cache = make_cache(a="0.5")
     store(cache, "a", make_keys(5, "old"))
     for number in range(20):

@@ -26,7 +26,7 @@ class TestEviction:
         store(cache, "k")
         assert which(cache, "ab") == "a"
 
-    def test_as_many_leave_as_the_new_one_needs(self, cache: Cache) -> None:
+    def test_store_evicts_as_many_chunks_as_it_needs(self, cache: Cache) -> None:
         for name in "abcdefghij":
             store(cache, name)
         store(cache, "x", namespace=OTHER, pages=4)
@@ -131,7 +131,7 @@ class TestEviction:
         starving = plan(cache, "vwxyzu", namespace=OTHER)
         assert (len(starving.chunks), starving.no_space) == (5, 1)
 
-    def test_a_store_makes_room_elsewhere_than_in_its_own_prefix(self, cache: Cache) -> None:
+    def test_store_evicts_chunks_of_others_and_not_its_own_prefix(self, cache: Cache) -> None:
         store(cache, "abcd")
         store(cache, "uvwxyz", namespace=OTHER)
         cache.finish_store(plan(cache, "abcdef"), copied=True)

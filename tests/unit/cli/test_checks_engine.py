@@ -85,7 +85,7 @@ def only(url: str) -> tuple[Level, str, str]:
     return level, text, fix
 
 
-def test_an_engine_whose_cache_is_on(serve: Callable[[Page], str]) -> None:
+def test_engine_whose_cache_is_on_is_well_and_its_counts_are_shown(serve: Callable[[Page], str]) -> None:
     url = serve(text_page(metrics(lookups_total=30, lookup_hits_total=4, load_seconds_count=3)))
     level, text, _ = only(url)
     assert (level, text) == (Level.OK, "the cache is on: 30 lookups, 4 with a hit, 3 loads, 0 failed")
@@ -177,7 +177,7 @@ def test_a_page_that_mentions_no_cache_is_a_finding(serve: Callable[[Page], str]
 @pytest.mark.parametrize(
     "url", ["ftp://127.0.0.1", "file:///etc/passwd", "http://", "http://127.0.0.1:x", "127.0.0.1:1", "?"]
 )
-def test_what_is_no_address_or_does_not_answer_is_a_finding(url: str) -> None:
+def test_address_that_is_malformed_or_silent_is_a_problem(url: str) -> None:
     level, text, _ = only(url)
     assert level == Level.PROBLEM
     assert "cannot be read" in text
@@ -214,7 +214,7 @@ def test_a_server_that_takes_its_time_or_never_ends_is_a_finding(
 
 
 @pytest.mark.parametrize(("reason", "code"), [("", 0), ("no_daemon", 1)])
-def test_the_exit_code(
+def test_exit_code_is_one_if_an_engine_has_no_cache(
     serve: Callable[[Page], str], capsys: pytest.CaptureFixture[str], reason: str, code: int
 ) -> None:
     url = serve(text_page(metrics(reason=reason)))

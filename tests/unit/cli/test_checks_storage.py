@@ -131,7 +131,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyStore]:
     found.close()
 
 
-def test_a_server_is_asked(server: ValkeyStore, capfd: pytest.CaptureFixture[str]) -> None:
+def test_valkey_that_answers_is_well_and_a_refused_password_is_a_warning(
+    server: ValkeyStore, capfd: pytest.CaptureFixture[str]
+) -> None:
     right = server.url_of("p")
     finding(Level.OK, Machine(right), "valkey://127.0.0.1:", "answers")
     wrong = finding(Level.WARNING, Machine(right.replace("right-secret", "wrong-secret")), "does not serve")
@@ -139,7 +141,7 @@ def test_a_server_is_asked(server: ValkeyStore, capfd: pytest.CaptureFixture[str
     assert server.objects() == [], "nothing is written"
 
 
-def test_a_master_of_mooncake_is_asked(tmp_path: Path) -> None:
+def test_mooncake_master_that_answers_is_well_and_a_silent_one_is_a_warning(tmp_path: Path) -> None:
     store = MooncakeStore(tmp_path)
     try:
         finding(Level.OK, Machine(store.url_of("p")), "mooncake://127.0.0.1:", "answers")
@@ -160,7 +162,7 @@ def test_a_server_that_does_not_answer_is_a_warning_and_a_problem_if_it_is_requi
         finding(Level.PROBLEM, Machine(f"{nobody}&required=true"), "does not serve")
 
 
-def test_a_bucket_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bucket_that_answers_is_well_and_a_missing_one_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable, value in CREDENTIALS.items():
         monkeypatch.setenv(variable, value)
     bucket = S3Server()

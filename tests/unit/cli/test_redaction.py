@@ -33,7 +33,7 @@ REDACTOR = Redactor(["topsecret", "pa%2Fss"], ["/srv/people/eve"], ["eve"])
         ("prompt_token_ids=[1, 2, 3]", 'prompt_token_ids="(numbers)"'),
     ],
 )  # fmt: skip
-def test_what_is_left_out(text: str, shown: str) -> None:
+def test_secrets_names_of_users_and_token_ids_are_left_out(text: str, shown: str) -> None:
     assert REDACTOR.text(text) == shown
 
 
@@ -47,7 +47,7 @@ def test_what_is_left_out(text: str, shown: str) -> None:
         "namespace 9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08",
     ],
 )
-def test_what_helps_is_kept(text: str) -> None:
+def test_harmless_text_is_kept_unchanged(text: str) -> None:
     assert REDACTOR.text(text) == text
 
 

@@ -119,7 +119,7 @@ def test_a_cluster_has_a_table_and_json_lines_of_its_own(trace: str) -> None:
     }  # fmt: skip
 
 
-def test_routers_are_those_that_replay_has() -> None:
+def test_help_of_replay_names_every_router() -> None:
     assert "{" + ",".join(ROUTERS) + "}" in replay("--help").stdout
 
 

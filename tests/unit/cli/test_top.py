@@ -96,7 +96,7 @@ def test_a_median_is_within_the_bucket_in_which_it_is_over_all_models() -> None:
     assert beyond["hit"] == 5.0, "the least that it can be"
 
 
-def test_all_that_is_wrong_has_words_of_its_own() -> None:
+def test_top_states_each_problem_in_words_of_its_own() -> None:
     found = status(
         9.0,
         1000,

@@ -194,7 +194,7 @@ def test_the_error_for_a_bad_collector_shows_a_good_one() -> None:
         load(parsed("--otlp-endpoint", "localhost:4318"), {})
 
 
-def test_there_is_no_replay_of_what_is_not_published() -> None:
+def test_replay_endpoint_without_an_events_endpoint_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--kv-events-replay-endpoint 'tcp://\*:1': .*--kv-events-endpoint"):
         load(parsed("--kv-events-replay-endpoint", "tcp://*:1"), {})
 

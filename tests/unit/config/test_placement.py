@@ -102,7 +102,7 @@ class TestPages:
         with pytest.raises(ConfigError, match=r"echo 2 \| sudo tee .*hugepages-1048576kB/nr_hugepages"):
             machine.choose(l1_size="1.5GiB", l1_huge_pages="1GiB")
 
-    def test_an_explicit_size_and_auto_is_all_that_is_reserved(self, machine: Machine) -> None:
+    def test_auto_with_an_explicit_page_size_uses_all_free_reserved_pages(self, machine: Machine) -> None:
         machine.huge(2 * MiB, free=700, promised=100)
         assert machine.choose(l1_huge_pages="2MiB")[0] == 1200 * MiB
         machine.huge(2 * MiB, free=0)
@@ -125,7 +125,7 @@ class TestPages:
 
 
 class TestNodes:
-    def test_one_node_is_left_alone(self, machine: Machine) -> None:
+    def test_l1_of_a_machine_with_one_node_is_bound_to_no_node(self, machine: Machine) -> None:
         machine.nodes(1)
         assert machine.choose()[1].nodes == ()
 
@@ -136,7 +136,7 @@ class TestNodes:
         machine.nodes(2)
         assert machine.choose()[1] == Placement(nodes=(0, 1))
 
-    def test_only_nodes_that_this_process_may_use_share_it(self, machine: Machine) -> None:
+    def test_only_nodes_that_this_process_may_use_share_l1(self, machine: Machine) -> None:
         machine.nodes(4, allowed="0,2-3")
         assert machine.choose()[1].nodes == (0, 2, 3)
         machine.nodes(4, allowed="3")
@@ -152,7 +152,7 @@ class TestNodes:
         machine.nodes(2)
         assert machine.choose(own_policy=True)[1].nodes == ()
 
-    def test_off_is_off(self, machine: Machine) -> None:
+    def test_l1_with_numa_off_is_bound_to_no_node(self, machine: Machine) -> None:
         machine.nodes(2)
         assert machine.choose(l1_numa="off")[1].nodes == ()
 
@@ -202,11 +202,11 @@ class TestGpus:
         [("0-3,8-11", {0, 1, 2, 3, 8, 9, 10, 11}), ("5", {5}), ("", set())],
         ids=["two", "one", "none"],
     )
-    def test_a_node_has_processors_or_none(self, machine: Machine, text: str, cpus: set[int]) -> None:
+    def test_processors_of_a_node_are_read_from_its_list(self, machine: Machine, text: str, cpus: set[int]) -> None:
         machine.write("sys/devices/system/node/node1/cpulist", text)
         assert node_cpus(1, machine.root) == cpus
 
-    def test_a_node_that_is_not_there_has_none(self, machine: Machine) -> None:
+    def test_absent_node_has_no_processors(self, machine: Machine) -> None:
         assert node_cpus(7, machine.root) == set()
 
     def test_l1_is_spread_over_all_nodes_wherever_the_gpus_are(self, machine: Machine) -> None:

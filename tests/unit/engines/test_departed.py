@@ -32,7 +32,7 @@ def test_a_disconnected_instance_is_shown_for_five_minutes() -> None:
     assert instances.totals().missed_tokens == {MissReason.EVICTED: 30}
 
 
-def test_one_that_comes_back_goes_on_and_is_counted_once() -> None:
+def test_reconnected_instance_continues_its_counts_and_is_counted_once() -> None:
     instances = Instances()
     worker = add_worker(instances, "a")
     serve(instances, worker, 3)
@@ -55,7 +55,7 @@ def test_another_model_under_the_same_id_begins_anew() -> None:
     assert instances.totals().lookups == 3
 
 
-def test_what_ends_after_its_instance_is_counted_with_it() -> None:
+def test_copy_that_ends_after_its_instance_is_counted_with_it() -> None:
     instances = Instances()
     worker = add_worker(instances, "a")
     instances.remove_worker(worker, now=100.0)

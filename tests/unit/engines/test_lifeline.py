@@ -86,7 +86,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("raw", "code"), REFUSED.values(), ids=REFUSED)
-def test_what_is_no_attach_with_the_token_gets_an_error_and_is_hung_up_on(
+def test_message_other_than_attach_with_the_token_gets_an_error_and_is_disconnected(
     lifelines: Lifelines, peer: socket.socket, memory: int, raw: bytes, code: str
 ) -> None:
     socket.send_fds(peer, [raw], [memory])

@@ -29,7 +29,7 @@ def test_a_full_state_is_requested_once_a_second_until_it_arrives() -> None:
     assert not reported(sync, 13, now=30.0)
 
 
-def test_a_gap_requests_it_at_once_and_the_next_event_states_the_gap() -> None:
+def test_gap_requests_a_full_state_at_once_and_the_next_event_states_the_gap() -> None:
     sync = ReportSync()
     reported(sync, 0, now=10.0, full=True)
     assert not sync.gap
@@ -39,7 +39,7 @@ def test_a_gap_requests_it_at_once_and_the_next_event_states_the_gap() -> None:
 
 
 @pytest.mark.parametrize("lose", [ReportSync.lose, ReportSync.lose_states])
-def test_what_is_lost_behind_a_full_state_is_requested_a_second_later(lose) -> None:
+def test_loss_behind_a_full_state_requests_another_a_second_later(lose) -> None:
     """So that a bus without space gets some before the next full state."""
     sync = ReportSync()
     reported(sync, 0, now=10.0, full=True)

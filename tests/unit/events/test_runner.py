@@ -35,7 +35,7 @@ class Keeps:
         self.ends += 1
 
 
-def test_one_that_raises_handles_no_more_and_ends_once() -> None:
+def test_runner_that_raises_handles_no_more_and_ends_once() -> None:
     keeps = Keeps()
     assert keeps.runner.put("one")
     keeps.runner.put("bad")
@@ -72,7 +72,7 @@ def test_all_that_was_put_before_the_end_is_handled_in_order() -> None:
         assert keeps.items == items
 
 
-def test_it_is_idle_once_a_second_with_and_without_items() -> None:
+def test_runner_is_idle_once_a_second_with_and_without_items() -> None:
     began, keeps = time.monotonic(), Keeps()
     wait_until(lambda: keeps.idles >= 1)
     while keeps.idles < 2:

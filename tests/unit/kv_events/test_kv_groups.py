@@ -113,14 +113,14 @@ def test_blocks_smaller_than_those_of_the_first_group_are_described_by_what_is_k
     assert world.hub.status().state_bytes == 0
 
 
-def test_blocks_that_are_smaller_than_those_that_are_described_are_counted(world: World) -> None:
+def test_blocks_smaller_than_the_described_blocks_are_counted_as_undescribed(world: World) -> None:
     finer = GroupObjects(1, (5,), 2, 4)
     world.stored(finer, 0, 1)
     assert world.chunks(finer) == []
     assert world.unannounced == {"undescribed": 2}
 
 
-def test_an_object_of_a_chunk_that_nothing_describes_is_counted_and_published_once_something_does() -> None:
+def test_object_of_an_undescribed_chunk_is_counted_and_published_once_described() -> None:
     world = World()
     world.stored(WINDOW, 0)
     assert world.unannounced == {"undescribed": 1}

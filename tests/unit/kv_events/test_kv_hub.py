@@ -162,7 +162,7 @@ def test_a_chunk_whose_eviction_was_dropped_is_published_and_counted_once(world:
     assert world.unannounced == {}
 
 
-def test_a_late_description_that_cannot_be_counts_nothing_when_the_chunk_is_stored_again(world: WitnessedHub) -> None:
+def test_impossible_late_description_counts_nothing_when_its_chunk_is_stored_again(world: WitnessedHub) -> None:
     one = Prompt(range(16))
     world.stored(one.keys)
     world.described(one, hashes=bytes(4 * 32), ready=one.keys)
@@ -191,7 +191,9 @@ def test_a_late_description_that_cannot_be_counts_nothing_when_the_chunk_is_stor
     ],
     ids=lambda changes: repr(changes)[:40],
 )
-def test_contents_that_cannot_be_are_not_taken(world: WitnessedHub, changes: dict[str, Any]) -> None:
+def test_impossible_contents_are_counted_as_mismatched_and_not_published(
+    world: WitnessedHub, changes: dict[str, Any]
+) -> None:
     one = Prompt(range(16))
     world.described(one, **changes)
     world.stored(one.keys)

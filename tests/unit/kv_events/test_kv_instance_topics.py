@@ -67,7 +67,7 @@ def test_an_instance_that_connects_later_begins_with_all_cleared_and_all_residen
     assert [kind for _, _, payload in a.received for kind in types(payload)].count("AllBlocksCleared") == 1
 
 
-def test_new_weights_remove_what_was_and_bring_what_is(published: Published) -> None:
+def test_new_weights_remove_the_old_blocks_and_publish_the_resident_ones(published: Published) -> None:
     published.feed.stored(ONE, *(chunk(f"old {i}") for i in range(256)), chunk("shared", "old"))
     published.feed.stored(OTHER, *(chunk(f"new {i}") for i in range(256)), chunk("shared", "new"))
     a = published.subscriber("kv@a@model")

@@ -103,7 +103,7 @@ def test_every_event_is_handed_over_in_order_in_one_thread_of_the_observer(make:
         ("listed", "TypeError"),
     ],
 )
-def test_one_that_raises_is_cut_off_and_the_others_go_on(make: Make, name: str, reason: str) -> None:
+def test_observer_that_raises_is_cut_off_and_the_others_go_on(make: Make, name: str, reason: str) -> None:
     observers = make(name, "keeps")
     observers.hand_over(stored(1))
     wait_until(lambda: row(observers, name)["state"] == "cut off")
@@ -116,7 +116,7 @@ def test_one_that_raises_is_cut_off_and_the_others_go_on(make: Make, name: str, 
 
 
 @pytest.mark.parametrize("name", ["stalls", "status_stalls"])
-def test_one_that_stalls_is_cut_off_and_the_others_go_on(make: Make, name: str) -> None:
+def test_observer_that_stalls_is_cut_off_and_the_others_go_on(make: Make, name: str) -> None:
     observers = make(name, "keeps", stall_seconds=0.2)
     number = 0
 
@@ -137,7 +137,7 @@ def test_one_that_stalls_is_cut_off_and_the_others_go_on(make: Make, name: str) 
     assert len(kept(name)) < number, "it receives no more after its stall ends"
 
 
-def test_one_whose_queue_overflows_is_cut_off_and_the_others_go_on(make: Make) -> None:
+def test_observer_whose_queue_overflows_is_cut_off_and_the_others_go_on(make: Make) -> None:
     observers = make("stalls", "keeps", limit=20)
     for number in range(1, 51):
         observers.hand_over(stored(number))
@@ -179,7 +179,7 @@ def test_the_own_status_of_observers_is_shown_but_never_replaces_the_daemons_fie
     }
 
 
-def test_what_is_queued_is_handed_over_before_the_end_and_each_is_closed(make: Make) -> None:
+def test_queued_events_are_handed_over_before_the_end_and_each_observer_is_closed(make: Make) -> None:
     observers = make("keeps", "close_raises", "raises")
     for number in range(1, 500):
         observers.hand_over(stored(number))
@@ -189,7 +189,7 @@ def test_what_is_queued_is_handed_over_before_the_end_and_each_is_closed(make: M
         assert made(name).closed.is_set(), name
 
 
-def test_one_that_hangs_delays_the_end_only_so_long(make: Make) -> None:
+def test_observer_that_hangs_delays_the_end_for_a_bounded_time(make: Make) -> None:
     observers = make("stalls", "keeps", close_seconds=0.3)
     observers.hand_over(stored(1))
     observers.close()
@@ -197,14 +197,14 @@ def test_one_that_hangs_delays_the_end_only_so_long(make: Make) -> None:
     assert len(kept()) == 1
 
 
-def test_those_that_were_never_started_are_closed_too(make: Make) -> None:
+def test_observers_that_were_never_started_are_closed(make: Make) -> None:
     observers = make("keeps", start=False)
     observers.close()
     assert made("keeps").closed.is_set()
 
 
 @pytest.mark.parametrize("factory", ["keeps", "raises"])
-def test_a_direct_one_is_called_by_the_thread_that_hands_over_and_cut_off_alike(make: Make, factory: str) -> None:
+def test_direct_observer_is_called_by_the_thread_that_hands_over_and_cut_off_alike(make: Make, factory: str) -> None:
     observers = make(direct=factory)
     observers.hand_over(stored(1))
     observers.hand_over(stored(2))
@@ -232,19 +232,19 @@ def names(observers: Observers) -> set[str]:
     ("setting", "found"),
     [("all", {"keeps", "other"}), ("none", set()), ("other", {"other"}), ("other, keeps", {"keeps", "other"})],
 )
-def test_the_setting_chooses_among_those_installed(make: Make, setting: str, found: set[str]) -> None:
+def test_setting_chooses_among_installed_observers(make: Make, setting: str, found: set[str]) -> None:
     observers = make("keeps", "other=keeps", "declines", setting=setting)
     assert names(observers) == found
     assert observers.foreign == bool(found)
     assert row(observers, "mine")["state"] == "running", "what the daemon brings itself stays"
 
 
-def test_one_that_is_named_and_not_installed_is_a_bad_setting(make: Make) -> None:
+def test_observer_that_is_named_and_not_installed_is_a_bad_setting(make: Make) -> None:
     with pytest.raises(ConfigError, match=r"--kv-event-observers keeps,absent: no observer 'absent'.*declines, keeps"):
         make("keeps", "declines", setting="keeps,absent")
 
 
-def test_one_that_cannot_be_made_is_reported_and_left_out(make: Make) -> None:
+def test_observer_that_cannot_be_made_is_reported_and_left_out(make: Make) -> None:
     observers = make("breaks", "wrong=nothing", "mine=keeps", "keeps")
     assert row(observers, "breaks") == {"name": "breaks", "state": "failed", "reason": "RuntimeError: no such host"}
     assert "AttributeError" in row(observers, "wrong")["reason"]
@@ -252,7 +252,7 @@ def test_one_that_cannot_be_made_is_reported_and_left_out(make: Make) -> None:
     assert {name for name, value in up(observers).items() if value} == {"keeps"}
 
 
-def test_the_daemons_own_are_made_once_and_no_setting_names_them(make: Make) -> None:
+def test_observers_of_the_daemon_are_made_once_and_no_setting_names_them(make: Make) -> None:
     observers = make("keeps")
     assert [each["name"] for each in observers.status()].count("mine") == 1
     with pytest.raises(ConfigError, match="no observer 'mine'"):

@@ -69,7 +69,9 @@ def blocks(events: list[dict[str, Any]]) -> set[tuple[str, int | None, Any]]:
     return {(event["medium"], event["group_idx"], name) for event in events for name in event["block_hashes"]}
 
 
-def test_it_names_the_resident_blocks_and_the_batch_after_which_it_is(pages: StatusPages, published: Published) -> None:
+def test_snapshot_names_the_resident_blocks_and_the_last_batch_before_it(
+    pages: StatusPages, published: Published
+) -> None:
     response, body = get(pages)
     header, events = json_lines(body)
     assert (response.status, response.headers["Content-Type"]) == (200, "application/x-ndjson")
@@ -87,7 +89,7 @@ def test_it_names_the_resident_blocks_and_the_batch_after_which_it_is(pages: Sta
     assert blocks(events) == published.feed.blocks(HERE)
 
 
-def test_it_agrees_with_the_stream_at_its_batch(published: Published) -> None:
+def test_snapshot_agrees_with_the_stream_at_its_batch(published: Published) -> None:
     subscriber = published.subscriber()
     for number in range(20):
         published.feed.stored(HERE, chunk(f"{number}"))
@@ -100,7 +102,7 @@ def test_it_agrees_with_the_stream_at_its_batch(published: Published) -> None:
         assert (subscriber.last, subscriber.blocks.resident) == (taken.sequence, from_snapshot(taken).resident)
 
 
-def test_chunks_that_wait_to_be_published_are_in_it_once_they_are_published(published: Published) -> None:
+def test_chunks_are_in_a_snapshot_once_they_are_published(published: Published) -> None:
     elsewhere = namespace_prefix("elsewhere")
     for at in range(20):
         published.feed.stored(elsewhere, *(chunk(f"{at}.{i}") for i in range(256)))
@@ -128,7 +130,7 @@ def test_whole_hashes_are_hexadecimal_in_json_and_bytes_in_msgpack(pages: Status
     assert blocks(maps) == published.feed.blocks(HERE, form="bytes")
 
 
-def test_it_is_compressed_for_a_client_that_accepts_gzip(pages: StatusPages, published: Published) -> None:
+def test_snapshot_is_compressed_for_a_client_that_accepts_gzip(pages: StatusPages, published: Published) -> None:
     for at in range(8):
         published.feed.stored(HERE, *(chunk(*(f"{at}.{i}.{j}" for j in range(16))) for i in range(250)))
     plain, packed = get(pages)[1], get(pages, Accept_Encoding="gzip")
@@ -138,7 +140,7 @@ def test_it_is_compressed_for_a_client_that_accepts_gzip(pages: StatusPages, pub
 
 
 @pytest.mark.parametrize(("encoding", "packed"), [("json", False), ("msgpack", False), ("msgpack", True)])
-def test_a_body_uses_the_memory_of_a_part_of_it(
+def test_body_of_a_snapshot_uses_the_memory_of_one_part(
     published: Published, encoding: snapshot.Encoding, packed: bool
 ) -> None:
     for at in range(40):
@@ -171,7 +173,7 @@ def test_a_request_for_an_unknown_stream_receives_the_known_ones(pages: StatusPa
     assert (response.status, json.loads(body)["error"]) == (404, "no KV events are published: set --kv-events-endpoint")
 
 
-def test_four_are_made_at_once_and_a_fifth_is_to_come_again(pages: StatusPages, published: Published) -> None:
+def test_fifth_snapshot_beside_four_is_refused_with_a_time_to_retry(pages: StatusPages, published: Published) -> None:
     with ExitStack() as begun:
         for _ in range(4):
             begun.enter_context(snapshot_parts(published.publisher.snapshot(), "json", gzip=False))

@@ -21,7 +21,9 @@ class TestObjects:
         assert rig.get(name_of(2), *SIZES) is MISSING
 
     @pytest.mark.parametrize("slot_bytes", [(1,), (PAGE,), (PAGE - 1, PAGE + 1), (300 * PAGE + 5,), (5,) * 40])
-    def test_sizes_around_pages_and_pieces(self, make_rig: MakeRig, slot_bytes: tuple[int, ...]) -> None:
+    def test_objects_of_sizes_around_pages_and_pieces_come_back(
+        self, make_rig: MakeRig, slot_bytes: tuple[int, ...]
+    ) -> None:
         rig = make_rig(l1=SmallL1(1024))
         assert rig.put(name_of(1), *slot_bytes) is DONE
         assert rig.get(name_of(1), *slot_bytes) is DONE
@@ -66,7 +68,7 @@ class TestObjects:
         assert rig.get(name_of(1), PAGE, version=1) is DONE
         rig.until(lambda: data_pages(rig) == 2)
 
-    def test_what_is_there_is_not_written_again(self, make_rig: MakeRig) -> None:
+    def test_object_that_the_tier_has_is_not_written_again(self, make_rig: MakeRig) -> None:
         rig = make_rig()
         rig.put(name_of(1), *SIZES)
         ticket, _ = rig.begin_put(name_of(1), *SIZES)

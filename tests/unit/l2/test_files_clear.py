@@ -12,7 +12,7 @@ from unit.l2.file_rigs import DONE, OTHER, SIZES, MakeRig, data_pages
 
 
 class TestClear:
-    def test_what_was_cleared_is_not_found_now_nor_later(self, make_rig: MakeRig) -> None:
+    def test_cleared_objects_are_found_neither_at_once_nor_after_a_restart(self, make_rig: MakeRig) -> None:
         rig = make_rig()
         for number in range(10):
             rig.put(name_of(number), *SIZES)
@@ -39,7 +39,7 @@ class TestClear:
         assert rig.holds(1) == []
 
     @pytest.mark.parametrize("reading", [True, False])
-    def test_what_began_before_the_clear_is_cancelled(self, make_rig: MakeRig, reading: bool) -> None:
+    def test_puts_and_gets_begun_before_a_clear_are_cancelled(self, make_rig: MakeRig, reading: bool) -> None:
         disk = FaultyDisk()
         rig = make_rig(disk=disk)
         rig.put(name_of(1), *SIZES)

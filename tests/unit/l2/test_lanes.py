@@ -93,7 +93,7 @@ def test_a_job_ends_at_its_deadline_while_its_lane_hangs(lanes: Lanes[str]) -> N
     assert ends(lanes, 1) == {4: "done"}, "a late result is no end"
 
 
-def test_who_waited_for_another_job_only_does_not_blame_the_store(lanes: Lanes[str]) -> None:
+def test_job_that_only_waited_for_another_job_does_not_blame_the_store(lanes: Lanes[str]) -> None:
     began, go = threading.Event(), threading.Event()
 
     def work(job: Job[str], lane: Lane) -> str:

@@ -105,7 +105,7 @@ def test_users_are_refused_without_the_password() -> None:
     ],
     ids=["the package", "a library of the system"],
 )
-def test_what_is_missing_is_refused_with_the_command_to_type(
+def test_missing_client_or_library_is_refused_with_the_command_to_type(
     library: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if library:
@@ -334,7 +334,7 @@ def test_a_master_that_started_anew_has_nothing_and_is_used_again(
     assert daemon.get(name(1), memory) is TierOutcome.MISSING
 
 
-def test_one_of_two_owners_takes_its_objects_along_and_no_more(
+def test_killed_owner_takes_only_its_own_objects_along(
     tmp_path_factory: pytest.TempPathFactory, make_daemon_of: MakeDaemon
 ) -> None:
     pair = MooncakeStore(tmp_path_factory.mktemp("mooncake"), owners=2, memory="64MB")

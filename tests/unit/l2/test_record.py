@@ -74,7 +74,7 @@ def test_unpacking_writes_no_byte_behind_a_slots_bytes() -> None:
     assert l1.memory.raw[behind] == before[behind]
 
 
-def test_packing_into_a_buffer_is_the_same() -> None:
+def test_packing_into_a_buffer_gives_the_same_bytes_as_packing() -> None:
     l1 = L1()
     record = l1.record(Fields(), SLOTS)
     buffer = bytearray(record.packed_bytes)
@@ -144,9 +144,7 @@ def test_a_record_that_ends_early_is_corrupt(cut: int) -> None:
         (Fields(coverage=b"c" * 17), SLOTS, "coverage"),
     ],
 )  # fmt: skip
-def test_what_is_no_record_is_refused_before_a_byte_moves(
-    fields: Fields, slots: tuple[bytes, ...], reason: str
-) -> None:
+def test_invalid_record_is_refused_before_a_byte_moves(fields: Fields, slots: tuple[bytes, ...], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         L1().record(fields, slots)
 

@@ -77,7 +77,7 @@ def test_other_lengths_are_no_hit(daemon: TierDaemon, neighbour: TierDaemon, len
     assert neighbour.l1.read(memory) == before
 
 
-def test_both_store_the_same_object_and_the_second_sends_nothing(daemon: TierDaemon, neighbour: TierDaemon) -> None:
+def test_second_daemon_that_stores_the_same_object_sends_nothing(daemon: TierDaemon, neighbour: TierDaemon) -> None:
     expected = stored(daemon, name(1))
     memory = neighbour.l1.object(*RANKS)
     end = neighbour.ends.of(neighbour.tier.put(name(1), memory, b"", within(10)))
@@ -89,7 +89,7 @@ def test_both_store_the_same_object_and_the_second_sends_nothing(daemon: TierDae
     assert neighbour.l1.read(read) == expected
 
 
-def test_both_store_the_same_object_at_once(daemon: TierDaemon, neighbour: TierDaemon) -> None:
+def test_puts_of_one_object_by_two_daemons_at_once_both_end_done(daemon: TierDaemon, neighbour: TierDaemon) -> None:
     ours, theirs = daemon.l1.object(*RANKS), neighbour.l1.object(*RANKS)
     tickets = [
         each.tier.put(name(1), memory, b"", within(10)) for each, memory in ((daemon, ours), (neighbour, theirs))
@@ -101,7 +101,7 @@ def test_both_store_the_same_object_at_once(daemon: TierDaemon, neighbour: TierD
     assert daemon.l1.read(read) in (daemon.l1.read(ours), neighbour.l1.read(theirs))
 
 
-def test_many_at_once_all_end_once_and_arrive(daemon: TierDaemon, neighbour: TierDaemon) -> None:
+def test_many_puts_and_gets_at_once_all_end_and_arrive(daemon: TierDaemon, neighbour: TierDaemon) -> None:
     written = [daemon.l1.object(PAGE + number) for number in range(40)]
     puts = [daemon.tier.put(name(number), memory, b"", within(20)) for number, memory in enumerate(written)]
     assert {end.outcome for end in daemon.ends.all(puts)} == {TierOutcome.DONE}
@@ -139,7 +139,7 @@ def test_a_probe_without_a_chain_finds_each(daemon: TierDaemon, neighbour: TierD
     assert neighbour.probe([0, 1, 2, 3, 4, 5], chain=False) == 0b011010
 
 
-def test_a_miss_is_forgotten_by_holds(daemon: TierDaemon, neighbour: TierDaemon) -> None:
+def test_object_that_a_get_missed_is_no_longer_promised(daemon: TierDaemon, neighbour: TierDaemon) -> None:
     stored(daemon, name(1))
     assert neighbour.probe([1]) == 1
     daemon.tier.drop(NAMESPACE, 0, key(1))
@@ -182,7 +182,7 @@ def test_a_clear_survives_a_restart(
     assert restarted.get(name(1), restarted.l1.object(*RANKS)) is TierOutcome.MISSING
 
 
-def test_a_clear_ends_what_is_under_way(daemon: TierDaemon) -> None:
+def test_clear_cancels_puts_under_way(daemon: TierDaemon) -> None:
     memories = [daemon.l1.object(8 * PAGE) for _ in range(30)]
     puts = [daemon.tier.put(name(number), memory, b"", within(20)) for number, memory in enumerate(memories)]
     assert daemon.clear() is TierOutcome.DONE

@@ -19,7 +19,7 @@ from kvserver.l2.remote.search import chain_length
 SECOND = 1_000_000_000
 
 
-def test_answers_expire() -> None:
+def test_answers_about_existence_expire() -> None:
     memory = Existence()
     memory.note(name(1), True, 0)
     memory.note(name(2), False, 0)

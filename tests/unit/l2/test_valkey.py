@@ -54,7 +54,7 @@ def test_a_path_is_a_database_a_prefix_or_both(path: str, database: int, prefix:
 
 
 @pytest.mark.parametrize("scheme", ["valkeys", "rediss"])
-def test_some_schemes_mean_tls(scheme: str) -> None:
+def test_url_schemes_of_tls_turn_tls_on(scheme: str) -> None:
     found = place(f"{scheme}://user:pass@host:7000/0")
     assert (found.tls, found.port, found.username, found.password) == (True, 7000, "user", "pass")
 
@@ -303,7 +303,9 @@ def test_a_full_server_refuses_each_object_of_a_command(
 # ---- what the server refuses, forgets and requires --------------------------------------------------
 
 
-def test_a_full_server_is_no_failure_of_it(server: ValkeyStore, prefix: str, make_daemon_of: MakeDaemon) -> None:
+def test_full_server_ends_puts_as_full_and_the_tier_stays_ready(
+    server: ValkeyStore, prefix: str, make_daemon_of: MakeDaemon
+) -> None:
     daemon = make_daemon_of(server.url_of(prefix), pages=4096)
     written = daemon.l1.object(4 << 20)
     outcomes = [daemon.put(name(number), written) for number in range(11)]

@@ -60,7 +60,9 @@ def test_the_objects_needed_cover_the_tokens_needed_and_none_is_needed_in_vain(
         (ObjectGroup("state", (0,), 640), 1280, 1, 1),
     ],
 )
-def test_groups_of_todays_models(group: ObjectGroup, chunk_tokens: int, blocks: int, chunks: int) -> None:
+def test_groups_of_todays_models_have_the_stated_blocks_and_needed_chunks(
+    group: ObjectGroup, chunk_tokens: int, blocks: int, chunks: int
+) -> None:
     assert group.object_blocks(chunk_tokens) == blocks
     assert 40 - group.first_needed(40, chunk_tokens) == chunks
 

@@ -284,7 +284,7 @@ ALIEN = {  # and a word of the error
 
 
 @pytest.mark.parametrize(("payload", "word"), ALIEN.values(), ids=ALIEN)
-def test_what_is_no_message_is_one_typed_error(payload: bytes, word: str) -> None:
+def test_payload_that_is_no_message_is_one_typed_error(payload: bytes, word: str) -> None:
     assert word in refusal(payload)
 
 

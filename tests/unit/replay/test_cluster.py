@@ -106,7 +106,7 @@ def test_with_an_unlimited_l2_every_block_that_was_there_is_found_and_is_written
     assert result.write_gb_s * seconds == pytest.approx(trace.distinct_blocks)
 
 
-def test_bytes_by_the_timestamps() -> None:
+def test_rates_of_l2_follow_the_timestamps_of_the_trace() -> None:
     # Round robin over two machines, a second apart: the first writes 4 blocks, the second reads them and writes 2 more, the first
     # reads those 2, and the second writes 1.
     trace = trace_of([[1, 2, 3, 4], [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6], [7]])

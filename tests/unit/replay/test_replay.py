@@ -27,7 +27,7 @@ def hits_of(prompts: list[list[int]], blocks: int) -> int:
     return round(result.hit_rate * trace.blocks)
 
 
-def test_a_trace_by_hand() -> None:
+def test_hits_of_a_short_trace_equal_those_counted_by_hand() -> None:
     # Capacity 4. [1 2 3] is missed. [1 2 4] finds 1 2; 4 is the fourth block. [5 6] evicts the oldest, which are 3 and then 4
     # (last blocks of prompts age first). [1 2 4] finds 1 2. [1 2 3 7 8] finds 1 2 and stores 3 and 7, for 8 there is no space.
     # [1 2 3 7 8] finds 1 2 3 7.
@@ -41,7 +41,7 @@ def test_a_block_behind_a_missing_one_is_no_hit() -> None:
 
 @examples(200)
 @given(BRANCHES, st.integers(0, 12))
-def test_it_finds_what_a_plain_lru_finds(paths: list[list[int]], blocks: int) -> None:
+def test_replay_finds_what_a_plain_lru_finds(paths: list[list[int]], blocks: int) -> None:
     prompts = prompts_of(paths)
     assert hits_of(prompts, blocks) == plain_lru_hits(prompts, blocks)
 

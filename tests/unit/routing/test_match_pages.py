@@ -229,7 +229,7 @@ def test_hashes_that_are_not_whole_are_refused(pages):
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[" * 100_000, b"\xff", b"null"])
 @pytest.mark.parametrize("content_type", [JSON, MSGPACK])
-def test_a_body_that_is_none_is_refused_in_its_form(pages, body, content_type):
+def test_malformed_body_is_refused_in_its_content_type(pages, body, content_type):
     code, answer, form = pages.send(body, content_type)
     assert (code, form) == (400, content_type)
     decoded = json.loads(answer) if form == JSON else msgspec.msgpack.decode(answer)
@@ -282,7 +282,7 @@ def test_an_instance_that_did_not_describe_itself_is_shown_without_cache(pages):
     assert "l1" not in found
 
 
-def test_engine_stats_that_cannot_be_read_are_those_of_before():
+def test_engine_stats_that_cannot_be_read_keep_their_last_values():
     futures: list[Future[Any]] = [_done([INSTANCE]), Future(), Future()]
     asked: list[Future[Any]] = []
 

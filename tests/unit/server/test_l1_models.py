@@ -95,7 +95,7 @@ def test_a_chunk_that_was_never_loaded_counts_when_it_is_evicted(cache: Cache) -
     assert never_loaded(cache) == {"a": 16, "b": 10}, "a load of an earlier residence does not count"
 
 
-def test_what_was_never_whole_or_is_cleared_was_not_stored_for_nothing(cache: Cache) -> None:
+def test_incomplete_and_cleared_chunks_do_not_count_as_never_loaded(cache: Cache) -> None:
     plan = cache.plan_store(A, one_group(2), b"".join(make_keys(4)), PAGE, model_name="a")
     cache.finish_store(plan, copied=True)  # one rank of two
     store(cache, "b", B, make_keys(10, "all of L1"))
@@ -105,7 +105,7 @@ def test_what_was_never_whole_or_is_cleared_was_not_stored_for_nothing(cache: Ca
     assert never_loaded(cache) == {"a": 0, "b": 0}
 
 
-def test_names_without_end_are_one_series() -> None:
+def test_models_beyond_the_bound_share_one_series() -> None:
     cache = Cache(PagePool(4 * MOST_MODELS * PAGE, PAGE), POLICIES[Settings().eviction_policy]())
     for number in range(3 * MOST_MODELS):
         store(cache, f"model {number}", number.to_bytes(32, "big"), make_keys(1))

@@ -49,7 +49,7 @@ def test_each_part_of_the_fingerprint_is_named_and_nothing_else(changes: dict[st
     assert [(f["there"], f["here"]) for f in back["fields"]] == [(f["here"], f["there"]) for f in found["fields"]]
 
 
-def test_two_private_incarnations_differ_by_that() -> None:
+def test_private_incarnations_differ_in_being_private() -> None:
     differences = Differences()
     here = registered(differences, private="no weights", incarnation="one")
     there = registered(differences, private="no weights", incarnation="two")
@@ -88,7 +88,7 @@ def test_variants_of_one_registration_and_of_two_are_named() -> None:
     assert names(with_variant(here, "0a"), with_variant(there, "0a/x")) == ["dtype", "LoRA"]
 
 
-def test_one_that_was_never_registered_is_not_known() -> None:
+def test_namespace_that_was_never_registered_is_not_known() -> None:
     differences = Differences()
     here = registered(differences)
     found = differences.between(here, bytes(32))

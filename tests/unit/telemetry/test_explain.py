@@ -159,7 +159,7 @@ def test_evicted_keys_are_bounded_and_the_last_ones_kept() -> None:
     assert missing["evicted_seconds_before"] == pytest.approx(3, abs=0.1)
 
 
-def test_an_eviction_of_another_namespace_or_later_is_not_this_chunks() -> None:
+def test_eviction_in_another_namespace_or_after_the_lookup_does_not_explain_a_miss() -> None:
     engine = Engine()
     key = bytes([7]) * 32
     engine.explain.handle(ChunksEvicted(engine.now, bytes([1]) * 32, key))
@@ -196,7 +196,7 @@ def test_requests_of_two_engines_with_one_id_are_apart() -> None:
     assert outcomes == {"a": "miss", "b": "instance_died"}
 
 
-def test_a_load_that_ends_after_its_request_is_still_its() -> None:
+def test_load_that_ends_after_its_request_decides_its_outcome() -> None:
     engine = Engine()
     engine.lookup(hits=4)
     engine.end(prompt_tokens=1024, loaded_tokens=0)
@@ -220,7 +220,7 @@ def test_stores_are_no_loads() -> None:
     assert (engine.of()["loads"], engine.of()["failure"]) == ([], "")
 
 
-def test_times_of_the_load_are_distinguished() -> None:
+def test_times_of_a_load_are_split_into_wait_queue_and_copy() -> None:
     engine = Engine()
     engine.lookup(hits=4)
     engine.load()
@@ -251,7 +251,7 @@ MIXED = ((MissReason.EVICTED, 1), (MissReason.NEVER_STORED, 1))
         (2, EVICTED, 0, 0, "not_loaded", 1023),
     ],
 )
-def test_outcome_and_avoidable_tokens(
+def test_outcome_and_avoidable_tokens_follow_from_hits_misses_and_loads(
     hits: int, missed: tuple[tuple[str, int], ...], local: int, loaded: int, outcome: str, avoidable: int
 ) -> None:
     engine = Engine()

@@ -94,7 +94,7 @@ def test_a_point_has_a_value_for_each_label() -> None:
 # ---- many sources -----------------------------------------------------------------------------
 
 
-def test_what_others_know_is_added() -> None:
+def test_families_of_other_sources_are_added() -> None:
     theirs = Family("kvserver_l0_active_blocks", "Blocks.", Kind.GAUGE, LABELS).add(7, "a", "m")
     assert made(more=[theirs])["kvserver_l0_active_blocks"].points == [(("a", "m"), 7)]
 
@@ -182,7 +182,7 @@ def test_events_are_reported_by_type_and_subscriber() -> None:
     }
 
 
-def test_no_value_of_a_fresh_server_is_strange() -> None:
+def test_values_of_a_fresh_server_are_finite_and_not_negative() -> None:
     for family in made(row("a")).values():
         for _, value in family.points:
             assert isinstance(value, Buckets) or (math.isfinite(value) and value >= 0), family.name

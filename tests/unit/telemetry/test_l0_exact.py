@@ -142,7 +142,7 @@ def test_a_release_too_many_changes_nothing(engine: Engine) -> None:
     assert engine.metric("tracked_blocks") == 0
 
 
-def test_a_second_eviction_is_none(engine: Engine) -> None:
+def test_second_eviction_of_a_block_is_not_counted(engine: Engine) -> None:
     engine.did((1, allocated(5)), (2, evicted(5)), (3, evicted(5)))
     assert engine.metric("evictions") == 1
 
@@ -216,7 +216,7 @@ def test_a_full_state_replaces_what_was_known(engine: Engine) -> None:
     assert engine.seconds("lifetime") == (0, 0)
 
 
-def test_what_follows_the_state_in_the_same_report_is_seen(engine: Engine) -> None:
+def test_records_behind_a_full_state_in_its_report_are_observed(engine: Engine) -> None:
     engine.did((1, present(5)), (2, allocated(6)), (5, evicted(6)), full=True)
     assert engine.seconds("lifetime") == (1, 3)
 
@@ -235,7 +235,7 @@ def test_each_mark_is_the_time_of_the_records_up_to_the_next(engine: Engine) -> 
     assert engine.seconds("lifetime") == (2, 1 + 3)
 
 
-def test_a_span_that_would_be_negative_is_none(engine: Engine) -> None:
+def test_span_that_would_be_negative_is_observed_as_zero(engine: Engine) -> None:
     engine.did((5, allocated(5)))
     engine.did((4, accessed(5)), (6, evicted(5)))
     assert engine.seconds("reuse_gap") == (1, 0)
@@ -256,7 +256,7 @@ def test_what_happened_at_an_unknown_time_is_counted_and_not_observed(engine: En
     assert engine.seconds("since_last_access") == (0, 0)
 
 
-def test_a_bound_belongs_to_its_bucket(engine: Engine) -> None:
+def test_value_equal_to_a_bound_counts_in_the_bucket_of_the_bound(engine: Engine) -> None:
     for block, seconds in enumerate(RESIDENCY_SECONDS, start=1):
         engine.did((1, allocated(block)))
         engine.did((1 + seconds, evicted(block)))
@@ -314,7 +314,7 @@ RIGHT = {
 
 
 @pytest.mark.parametrize(("records", "when"), RIGHT.values(), ids=RIGHT)
-def test_right_records_are_taken(records: bytes, when: bytes) -> None:
+def test_valid_records_are_accepted(records: bytes, when: bytes) -> None:
     check_records(records, when, 64)
     BlockLifetimes(LifetimeMetrics([1.0]), 64, 1.0, 0).apply(records, when)
 
@@ -355,7 +355,7 @@ def test_pools_with_the_same_metrics_are_counted_together() -> None:
     assert (found.allocations, found.active_blocks, found.released_blocks) == (4, 2, 2)
 
 
-def test_a_pool_that_goes_loses_its_lifetimes() -> None:
+def test_lifetimes_of_a_deleted_pool_count_as_lost() -> None:
     metrics = LifetimeMetrics([1.0])
     lifetimes = BlockLifetimes(metrics, 8, 1.0, 0)
     lifetimes.apply(words(*allocated(1, 2), *released(2)), marks(0))

@@ -32,7 +32,7 @@ def test_a_missing_report_ends_all_lifetimes_as_lost(l0: BlockLifecycle) -> None
     assert (engine.out_of_sync, other.out_of_sync) == (True, False)
 
 
-def test_a_report_that_comes_again_is_a_gap(l0: BlockLifecycle) -> None:
+def test_repeated_report_counts_as_a_gap(l0: BlockLifecycle) -> None:
     engine = Engine(l0)
     engine.did((1, allocated(5)))
     engine.sequence -= 1
@@ -105,7 +105,7 @@ def test_a_gap_makes_no_request_an_owner(l0: BlockLifecycle) -> None:
 
 
 @pytest.mark.parametrize("end", [False, True], ids=["a report", "an end"])
-def test_what_the_bus_dropped_is_a_gap(l0: BlockLifecycle, end: bool) -> None:
+def test_events_that_the_bus_dropped_count_as_a_gap(l0: BlockLifecycle, end: bool) -> None:
     engine = Engine(l0)
     engine.did((1, allocated(1, 2)), full=True)
     engine.drops = True

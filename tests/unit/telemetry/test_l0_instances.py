@@ -156,7 +156,7 @@ def test_a_restarted_engine_may_have_other_blocks(l0: BlockLifecycle) -> None:
     assert engine.counts()["active_blocks"] == 1
 
 
-def test_a_restarted_engine_may_report_otherwise(l0: BlockLifecycle) -> None:
+def test_restarted_engine_may_report_in_the_other_form(l0: BlockLifecycle) -> None:
     engine = Engine(l0)
     engine.did((1, allocated(7)))
     engine.restart()

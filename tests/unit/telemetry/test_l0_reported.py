@@ -21,7 +21,7 @@ def test_a_block_seen_first_is_allocated(engine: Engine) -> None:
     assert engine.counts() == {"allocations": 2, "active_blocks": 2, "tracked_blocks": 2}
 
 
-def test_the_same_block_content_and_request_again_is_no_news(engine: Engine) -> None:
+def test_repeated_report_of_a_block_is_neither_an_allocation_nor_a_reuse(engine: Engine) -> None:
     engine.holds(1, hold("a", [5], [50]))
     engine.holds(2, hold("a", [5], [50]))
     assert engine.counts() == {"allocations": 1, "active_blocks": 1, "tracked_blocks": 1}
@@ -60,7 +60,7 @@ def test_a_released_block_with_the_same_content_is_reused(engine: Engine) -> Non
     assert engine.seconds("reuse_gap") == (1, 3)
 
 
-def test_a_reuse_makes_the_release_before_it_forgotten(engine: Engine) -> None:
+def test_reused_block_evicted_while_active_was_idle_for_no_time(engine: Engine) -> None:
     engine.holds(1, hold("a", [5], [50]))
     engine.ended(2, "a")
     engine.holds(4, hold("b", [5], [50]))
@@ -297,7 +297,7 @@ def test_the_full_state_is_requested_after_a_report_that_could_not_be_applied(en
     assert engine.metric("active_blocks") == 2
 
 
-def test_requests_that_hold_nothing_cost_nothing() -> None:
+def test_requests_without_blocks_are_forgotten() -> None:
     lifetimes = BlockLifetimes(LifetimeMetrics([1.0]), 8, 1.0, 0)
     block = b"\5\0\0\0"
     for request in range(100):

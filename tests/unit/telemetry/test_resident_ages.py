@@ -79,7 +79,7 @@ def test_a_chunk_is_as_old_as_its_store(ages: Ages, tier: str, store: Make, remo
 
 
 @TIERS
-def test_what_left_is_not_counted_and_is_young_when_it_comes_back(
+def test_chunk_that_left_is_not_counted_and_is_young_when_it_returns(
     ages: Ages, tier: str, store: Make, remove: Make
 ) -> None:
     keys = b"".join(make_keys(3))
@@ -90,7 +90,7 @@ def test_what_left_is_not_counted_and_is_young_when_it_comes_back(
     assert ages.of(tier).counts == [1, 4, 0, 0, 0]
 
 
-def test_a_clear_forgets_the_namespaces_that_begin_so(ages: Ages) -> None:
+def test_clear_forgets_the_ages_of_namespaces_with_its_prefix(ages: Ages) -> None:
     keys = b"".join(make_keys(3))
     for namespace in (NAMESPACE, OTHER):
         ages.handle(stored_in_l1(0, namespace, keys), stored_in_l2(0, namespace, keys))
@@ -115,7 +115,7 @@ def test_a_resync_corrects_what_is_there_and_keeps_the_ages_that_are_known(ages:
     assert (ages.of(tier).counts, ages.of(tier).unknown) == ([1, 0, 1, 0, 0], 1)
 
 
-def test_of_many_chunks_a_sample_is_kept_that_shows_the_same_ages() -> None:
+def test_sample_of_many_chunks_shows_the_ages_of_all() -> None:
     ages = Ages(most=1000)
     keys = make_keys(20_000, "ages")
     ages.handle(stored_in_l1(0, NAMESPACE, b"".join(keys[:15_000])))

@@ -145,7 +145,7 @@ def test_the_engines_trace_context_is_the_parent_and_decides(story: Callable[...
     assert f"{request.context.trace_id:032x}" == f"{lookup.context.trace_id:032x}" == TRACE
 
 
-def test_a_context_that_is_not_sampled_is_not_sampled_here_either(story: Callable[..., Story]) -> None:
+def test_request_with_an_unsampled_context_has_no_span(story: Callable[..., Story]) -> None:
     it = story(rate=1.0)
     it.lookup(traceparent=UNSAMPLED)
     it.end()
@@ -155,7 +155,7 @@ def test_a_context_that_is_not_sampled_is_not_sampled_here_either(story: Callabl
 @pytest.mark.parametrize(
     "broken", ["x", "00-0-0-01", f"00-{'0' * 32}-{PARENT}-01", "ff-" + SAMPLED[3:], "\0", "ü" * 55]
 )
-def test_a_broken_context_is_as_none(story: Callable[..., Story], broken: str) -> None:
+def test_request_with_a_broken_context_has_a_span_without_parent(story: Callable[..., Story], broken: str) -> None:
     it = story()
     it.lookup(traceparent=broken)
     it.end()
@@ -227,7 +227,7 @@ def test_copies_of_untraced_requests_are_not_exported(story: Callable[..., Story
     assert it.spans() == []
 
 
-def test_the_requests_of_an_engine_that_goes_end_with_it(story: Callable[..., Story]) -> None:
+def test_requests_of_a_disconnected_engine_end_with_it(story: Callable[..., Story]) -> None:
     it = story()
     it.lookup("its own")
     it.lookup("another's", at=1, engine="other")

@@ -135,7 +135,9 @@ def prompts(seed: int, documents: int, most: int, shared: int, rounds: int, mode
     ("object_pages", "models", "policy"),
     [(1, 1, "lru"), (3, 1, "lru"), (1, 3, "lru"), (1, 1, "slru"), (1, 3, "slru")],
 )
-def test_every_size_is_as_a_real_cache_of_it(shared: int, object_pages: int, models: int, policy: str) -> None:
+def test_every_size_of_the_curve_is_close_to_a_real_cache_of_that_size(
+    shared: int, object_pages: int, models: int, policy: str
+) -> None:
     world = World(300 * object_pages, object_pages=(object_pages,), policy=policy)
     for prompt in prompts(1, 400, 12, shared, 1500, models):
         world.serve(prompt)
@@ -145,7 +147,7 @@ def test_every_size_is_as_a_real_cache_of_it(shared: int, object_pages: int, mod
 
 
 @pytest.mark.parametrize("policy", ["lru", "slru"])
-def test_size_one_is_what_l1_itself_found(policy: str) -> None:
+def test_size_one_of_the_curve_agrees_with_the_hits_of_l1(policy: str) -> None:
     world = World(300, policy=policy)
     for prompt in prompts(2, 300, 12, 4, 1000):
         world.serve(prompt)
@@ -194,7 +196,7 @@ def curve_of(*lookups: bytes, cleared: tuple[bytes, ...] = ()) -> WhatIfCurve:
 
 
 @pytest.mark.parametrize("cleared", [(b"",), (b"n",)])
-def test_what_was_cleared_is_no_hit(cleared: tuple[bytes, ...]) -> None:
+def test_cleared_chunks_are_no_hits(cleared: tuple[bytes, ...]) -> None:
     keys = keys_of(1, 0, 5)
     assert curve_of(keys, keys).status().sizes[-1].would_hit_tokens == 5 * CHUNK_TOKENS
     assert curve_of(keys, keys, cleared=cleared).status().sizes[-1].would_hit_tokens == 0
@@ -257,7 +259,7 @@ def test_events_are_counted_in_the_bus_thread_and_the_caller_only_queues_them() 
     assert threading.current_thread() not in threads != []
 
 
-def test_what_l1_found_though_its_store_was_dropped_is_a_hit_from_then_on() -> None:
+def test_chunk_found_by_l1_is_a_hit_from_then_on_though_its_store_was_dropped() -> None:
     curve, keys = WhatIfCurve(100, PAGE), keys_of(1, 0, 3)
     curve.handle(ChunksStored(0, "i", "m", b"n", keys_of(2, 0, 1), pages=1))  # the size of the namespace's objects
     curve.handle(lookup_of(keys, found=3))
@@ -299,7 +301,7 @@ def test_an_engine_that_disconnects_ends_its_lookups() -> None:
 
 
 @pytest.mark.parametrize("protects", [False, True])
-def test_a_prompt_that_repeats_its_keys_is_each_of_them_once(protects: bool) -> None:
+def test_prompt_that_repeats_its_keys_counts_each_key_once(protects: bool) -> None:
     """Whatever a client sends: the table listed a chunk twice, and the daemon ended by a signal."""
     table, rules = WhatIf(1, [25, 50, 100, 200, 400, 800], protects), HitRules(1, 256, [])
     keys = b"".join(number.to_bytes(KEY_BYTES, "little") for number in range(15)) * 50

@@ -9,7 +9,7 @@ from support.worker import make_keys
 from kvserver.protocol import LookupReply
 
 
-def test_what_came_from_l2_is_a_source_of_its_own() -> None:
+def test_tokens_from_l2_are_a_source_of_their_own() -> None:
     with filling() as f:
         keys = make_keys(4)
         f.store(keys)

@@ -69,7 +69,7 @@ def test_the_end_of_a_request_leaves_another_with_its_prompt_the_whole_hit() -> 
         f.audit()
 
 
-def test_a_clear_meanwhile_ends_the_fill_with_nothing() -> None:
+def test_clear_during_a_fill_ends_the_fill_with_no_hit() -> None:
     with filling() as f:
         keys = make_keys(4)
         f.store(keys)
@@ -85,7 +85,7 @@ def test_a_clear_meanwhile_ends_the_fill_with_nothing() -> None:
         f.audit()
 
 
-def test_the_end_of_its_request_or_engine_ends_a_fill() -> None:
+def test_fill_ends_with_its_request_and_with_its_engine() -> None:
     with filling() as f:
         keys = make_keys(4)
         f.store(keys)

@@ -88,7 +88,7 @@ def test_the_bound_is_an_eighth_of_l1_and_three_quarters_of_a_small_one(l1: int,
     assert memory_bound(l1) == bound
 
 
-def test_what_was_read_is_there_when_the_rest_arrives() -> None:
+def test_chunks_read_by_a_fill_are_not_evicted_before_its_last_read() -> None:
     """Other stores may not evict it meanwhile."""
     with filling(l1_bytes=L1_BYTES) as f:
         keys = [*make_keys(15), *make_keys(5)]

@@ -22,7 +22,7 @@ def slow_and_forgotten(f: Filling, seconds: float = 0.3) -> list[bytes]:
     return keys
 
 
-def test_what_is_computed_sooner_is_not_read() -> None:
+def test_prompt_that_is_computed_sooner_is_not_read_from_l2() -> None:
     with filling() as f:
         keys = slow_and_forgotten(f)
         f.worker.end_request("before", prefill_tokens_per_second=1e6)
@@ -59,7 +59,7 @@ def test_an_engine_that_has_just_started_is_as_fast_as_the_last_one_of_its_names
             assert other.ask(other.lookup_message(keys), LookupReply).fill_chunks == 6
 
 
-def test_of_a_shared_tier_that_is_too_slow_nothing_is_asked() -> None:
+def test_shared_tier_that_is_too_slow_is_not_asked() -> None:
     with filling() as f:
         keys = slow_and_forgotten(f)
         f.tier.shared, f.tier.known = True, set()
@@ -94,7 +94,7 @@ def test_reads_that_fail_show_no_rate() -> None:
         assert tier.read_bytes_per_second > 0
 
 
-def test_what_is_still_to_be_read_counts_for_later_fills() -> None:
+def test_queued_reads_count_for_the_expected_time_of_later_fills() -> None:
     with filling() as f:
         keys = make_keys(6)
         f.store(keys)

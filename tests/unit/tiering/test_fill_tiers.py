@@ -63,7 +63,7 @@ def test_a_tier_that_failed_is_not_asked() -> None:
         assert not f.tier.began
 
 
-def test_what_only_one_start_of_an_engine_can_use_is_not_looked_for() -> None:
+def test_tier_is_not_asked_for_kv_that_only_one_process_or_machine_can_find() -> None:
     with filling() as f:
         keys = make_keys(3)
         f.store(keys)

@@ -24,7 +24,7 @@ def test_a_fill_that_is_requested_once_serving_is_off_reads_nothing() -> None:
         assert (f.fill(keys), f.gets()) == (0, [])
 
 
-def test_what_left_l1_comes_back_byte_for_byte() -> None:
+def test_chunks_that_left_l1_come_back_from_l2_byte_for_byte() -> None:
     with filling() as f:
         keys = make_keys(10)
         content = f.store(keys)

@@ -25,7 +25,7 @@ class Scene:
         return self.rates.expected_seconds([TierReads(objects, objects * size)])
 
 
-def test_what_was_never_measured_is_not_known() -> None:
+def test_time_of_a_tier_without_measured_reads_is_unknown() -> None:
     scene = Scene()
     assert scene.expected(1) is None
     assert scene.rates.bytes_per_second(0) == 0
@@ -62,7 +62,7 @@ def test_a_rate_of_single_reads_is_taken_to_grow_with_reads_at_once() -> None:
     assert scene.expected(MOST_READS) == pytest.approx(1.0, rel=0.2)
 
 
-def test_what_is_queued_comes_first() -> None:
+def test_expected_time_includes_queued_reads() -> None:
     scene = Scene()
     scene.read(1.0, at_once=MOST_READS)
     scene.rates.queue(0, MOST_READS * MIB)

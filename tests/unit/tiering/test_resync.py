@@ -38,7 +38,7 @@ def test_there_is_no_resync_while_no_chunk_event_was_dropped(make_loop: Callable
     assert loop.gated.resyncs == []
 
 
-def test_dropped_events_are_made_up_for_once_there_is_room(make_loop: Callable[..., Loop]) -> None:
+def test_resync_makes_up_for_dropped_events_once_the_queue_has_room(make_loop: Callable[..., Loop]) -> None:
     loop = make_loop(limit=8)
     first, second = make_keys(40, "first"), make_keys(40, "second")
     loop.store(SPACES[0], first)

@@ -75,7 +75,7 @@ def spilling(
             engine.close()
 
 
-def test_what_was_stored_is_written_whole_and_parents_first() -> None:
+def test_stored_chunks_are_written_whole_and_parents_first() -> None:
     with spilling() as s:
         keys = make_keys(5)
         blocks = s.worker.blocks_for(5)
@@ -92,7 +92,7 @@ def test_what_was_stored_is_written_whole_and_parents_first() -> None:
         assert s.audit() is Audit.BALANCED
 
 
-def test_two_ranks_are_one_object() -> None:
+def test_chunk_of_two_ranks_is_written_as_one_object_once_both_stored_it() -> None:
     with spilling(world_size=2) as s:
         other = Worker(
             s.running.endpoint, rank=1, world_size=2, instance_id=s.worker.instance_id, incarnation=s.worker.incarnation
@@ -180,7 +180,7 @@ def test_a_tier_that_is_stopped_holds_up_neither_stores_nor_evictions() -> None:
         assert s.audit() is Audit.BALANCED
 
 
-def test_what_is_behind_a_dropped_object_is_dropped_too() -> None:
+def test_objects_behind_a_dropped_object_are_dropped() -> None:
     with spilling() as s:
         s.tier.stopped = True
         s.store(make_keys(15))
@@ -306,7 +306,7 @@ def test_what_is_stored_before_a_tier_can_be_written_to_for_the_first_time_waits
 
 
 @pytest.mark.parametrize("state", ["closed", "read_only"])
-def test_what_waits_for_a_tier_that_opens_without_writing_is_dropped(state: State) -> None:
+def test_chunks_that_wait_are_dropped_when_their_tier_opens_without_writing(state: State) -> None:
     with spilling(state="opening") as s:
         s.store(make_keys(20))
         s.tier.state = state
@@ -314,7 +314,7 @@ def test_what_waits_for_a_tier_that_opens_without_writing_is_dropped(state: Stat
         assert not s.tier.began
 
 
-def test_while_a_tier_opens_its_rules_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rules_of_a_tier_hold_while_it_opens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spill, "MOST_QUEUED", 10)
     with spilling("&admit=reused", state="opening") as s:
         s.store(make_keys(3))
@@ -358,7 +358,7 @@ def test_clear_empties_the_tier_and_nothing_queued_enters_it_afterwards() -> Non
         assert s.audit() is Audit.BALANCED
 
 
-def test_what_is_loaded_while_it_is_cleared_is_not_written() -> None:
+def test_chunks_that_are_loaded_while_they_are_cleared_are_not_written() -> None:
     """Its bytes stay in L1 until the load has ended."""
     with spilling() as s:
         s.tier.stopped = True
@@ -406,7 +406,7 @@ def test_a_queue_that_is_full_drops_and_counts(monkeypatch: pytest.MonkeyPatch) 
         assert len(s.tier.objects) == 20
 
 
-def test_what_waits_is_not_queued_again() -> None:
+def test_chunk_that_waits_is_not_queued_again() -> None:
     with spilling() as s:
         s.tier.stopped = True
         keys = make_keys(15)
@@ -435,7 +435,7 @@ def test_a_clear_that_a_tier_cannot_make_durable_is_an_error_that_names_the_tier
         assert (page.status_code, page.json()["chunks"]) == (200, 0)
 
 
-def test_the_end_writes_what_is_queued() -> None:
+def test_drain_writes_the_queued_objects() -> None:
     with spilling() as s:
         s.tier.stopped = True
         s.store(make_keys(30))

@@ -58,7 +58,7 @@ def test_the_first_sample_is_taken_at_once_and_then_one_each_interval(loop: Loop
 
 
 @pytest.mark.parametrize(("seconds", "kept"), [(60, 60), (3600, SAMPLES), (7 * 86400, SAMPLES)])
-def test_it_keeps_so_many_and_no_more(loop: Loop, seconds: float, kept: int) -> None:
+def test_history_keeps_a_bounded_number_of_samples(loop: Loop, seconds: float, kept: int) -> None:
     history = made(loop, seconds)
     for _ in range(SAMPLES + 10):
         history.tick()
@@ -70,7 +70,7 @@ def test_it_keeps_so_many_and_no_more(loop: Loop, seconds: float, kept: int) -> 
     assert (first, rows[0]) == (loop.taken - kept, loop.taken - kept)
 
 
-def test_since_a_number_only_later_ones_are_returned(loop: Loop) -> None:
+def test_history_since_a_number_has_only_later_samples(loop: Loop) -> None:
     history = made(loop, 60)
     loop.run(history, 5)
     assert numbers(history, 3) == (3, [3, 4])
