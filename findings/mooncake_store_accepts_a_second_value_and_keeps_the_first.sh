@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Mooncake Store 0.3.13.post1: put() of a key that exists returns 0, as if it had been written, and the first value stays. To write another
-# value the key has to be removed first, and remove() refuses with -706 for some seconds after any put, get or is_exist of the key.
+# Mooncake Store 0.3.13.post1: put() of a key that exists returns 0, as if it had been written, and the first value stays. Only another
+# family of calls, upsert, replaces a value. remove() of a key that was just put or read refuses with -706 for some seconds.
 #
 # Valid input: one master, one client with a segment of 64 MiB over TCP, keys and values of a few bytes.
 #
