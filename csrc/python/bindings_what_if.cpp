@@ -36,8 +36,8 @@ auto without_lock(const WhatIf& table, std::string_view keys, Work work) {
 using Need = std::tuple<uint16_t, uint32_t, uint32_t>;
 
 HitRules to_rules(uint16_t full, uint32_t chunk_tokens, const std::vector<Need>& others,
-                  bool distinct, uint32_t interval) {
-    HitRules rules{full, chunk_tokens, distinct, {}, interval};
+                  uint32_t interval) {
+    HitRules rules{full, chunk_tokens, {}, interval};
     for (const auto& [bit, chunks, local] : others) rules.others.push_back({bit, chunks, local});
     return rules;
 }
@@ -50,8 +50,7 @@ void bind_what_if(nb::module_& m) {
         "What a hit needs: the bits of the full groups, and of each other group (bit, chunks, or "
         "tokens of a local attention's chunk).\n\nObjects of the other groups are kept at "
         "multiples of `interval` chunks, too; 0: at none.")
-        .def(nb::new_(&to_rules), "full"_a, "chunk_tokens"_a, "others"_a, "distinct"_a = true,
-             "interval"_a = 0);
+        .def(nb::new_(&to_rules), "full"_a, "chunk_tokens"_a, "others"_a, "interval"_a = 0);
     nb::class_<WhatIf::Hits>(m, "WhatIfHits",
                              "Of one lookup, where the hit of each size would have ended.");
     nb::class_<WhatIf>(m, "WhatIf",
@@ -105,11 +104,6 @@ void bind_what_if(nb::module_& m) {
             "salt"_a, "keys"_a, "bit"_a, "pages"_a)
         .def("clear", &WhatIf::clear)
         .def("hit_tokens", &WhatIf::hit_tokens, "Of all lookups, by size. From any thread.")
-        .def("distinct",
-             [](const WhatIf& table) {
-                 const std::string registers = table.distinct();
-                 return nb::bytes(registers.data(), registers.size());
-             })
         .def("__len__", &WhatIf::size)
         .def_prop_ro("sample_rate", &WhatIf::sample_rate)
         .def_prop_ro("memory_bytes", &WhatIf::memory_bytes);

@@ -352,11 +352,9 @@ class WhatIfStatus(Struct, frozen=True, kw_only=True):
     looked_up_tokens: int = 0
     sizes: list[WhatIfSize] = []
     # At most a second old:
-    looked_up_chunks: int = 0
     listed_chunks: int = 0
     sample_rate: float = 1.0  # of the chunks used longest ago
     memory_bytes: int = 0
-    sketch: str = ""  # base64: HyperLogLog of the chunks looked up
     l2_tokens: int = 0  # that engines loaded after reads from L2 for their request; no hit of L1
     fill_seconds: float = 0.0  # that requests waited for these reads
     advice: str = ""  # on the size of L1, beside what L2 gives

@@ -71,12 +71,12 @@ MUTANTS = (
     # ---- what_if.py ---------------------------------------------------------------------------------
     Mutant("stores are not in the curve", WHAT_IF, "WhatIfCurve.handle", "self._stored(event)", "pass", WHAT_IF_UNIT),
     Mutant(
-        "what a clear removed is still a hit of larger sizes",
-        WHAT_IF, "WhatIfCurve._cleared", "self._clears.get(prefix, 0) + 1", "0", WHAT_IF_UNIT,
+        "a clear of one namespace is one of all",
+        WHAT_IF, "WhatIfCurve._cleared", "key[0].startswith(prefix)", "True", WHAT_IF_UNIT,
     ),
     Mutant(
         "a namespace keeps its salt when it is cleared",
-        WHAT_IF, "WhatIfCurve._cleared", "self._salts.clear()", "pass", WHAT_IF_UNIT,
+        WHAT_IF, "WhatIfCurve._cleared", "del self._salts[namespace, tails]", "pass", WHAT_IF_UNIT,
     ),
     Mutant(
         "hybrid models hit wherever full attention does",
@@ -107,14 +107,5 @@ MUTANTS = (
     Mutant(
         "lookups of an engine that has disconnected never end",
         WHAT_IF, "WhatIfCurve.handle", "owner[0] == event.instance_id", "False", WHAT_IF_UNIT,
-    ),
-    Mutant(
-        "a fleet's unlimited size is the sum of the daemons'",
-        WHAT_IF, "merge_what_if", "max(0.0, again)", "0.0", (*WHAT_IF_UNIT, *WHAT_IF_DAEMON),
-    ),
-    Mutant(
-        "daemons have salts of their own, so that sketches cannot be merged",
-        WHAT_IF, "WhatIfCurve._salt", 'b"%b/%d/%d" % (namespace,', 'b"%b/%d/%d" % (namespace + secrets.token_bytes(8),',
-        WHAT_IF_UNIT,
     ),
 )  # fmt: skip

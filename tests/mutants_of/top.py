@@ -18,7 +18,7 @@ MUTANTS = (
         ("unit/telemetry/test_what_if.py",),
     ),
     Mutant(
-        "the sketch of /status is never made",
+        "/status never has the curve's numbers of the table",
         "kvserver/observability.py", "Observability._tick", "self.what_if.tick()", "pass", WHAT_IF_DAEMON,
     ),
 )  # fmt: skip
