@@ -316,7 +316,7 @@ MUTANTS = (
     # ---- remote/tier.py -----------------------------------------------------------------------------
     Mutant(
         "a failed write to a store counts as a failed read",
-        REMOTE_TIER, "_Counts.add", 'failed and kind == "get"', "failed", COUNTED,
+        REMOTE_TIER, "_count", "failed, of_get)", "failed, True)", COUNTED,
     ),
     Mutant(
         "each object of a command that failed counts for the breaker",
