@@ -41,8 +41,7 @@ namespace {
 std::shared_ptr<BlockIds> make_ids(std::shared_ptr<PlaneTable> planes, Direction direction,
                                    const nb::bytes& packed, uint64_t least, uint64_t most,
                                    uint32_t null_block) {
-    return std::make_shared<BlockIds>(std::move(planes), direction,
-                                      std::string_view(packed.c_str(), packed.size()), least, most,
+    return std::make_shared<BlockIds>(std::move(planes), direction, view(packed), least, most,
                                       null_block);
 }
 
@@ -92,13 +91,10 @@ void submit_copy(Device& device, uint64_t ticket, const BlockIds& blocks, const 
     device.submit_copy(std::move(job));
 }
 
-nb::bytes pack_bytes(const std::vector<uint32_t>& ids) {
-    const std::string packed = pack_blocks(ids);
-    return nb::bytes(packed.data(), packed.size());
-}
+nb::bytes pack_bytes(const std::vector<uint32_t>& ids) { return to_bytes(pack_blocks(ids)); }
 
 nb::bytes unpack_bytes(const nb::bytes& packed, uint64_t most) {
-    const std::vector<uint32_t> ids = unpack_blocks({packed.c_str(), packed.size()}, most);
+    const std::vector<uint32_t> ids = unpack_blocks(view(packed), most);
     return nb::bytes(ids.data(), ids.size() * sizeof(uint32_t));
 }
 
@@ -252,7 +248,7 @@ NB_MODULE(_native, m) {
                 nb::gil_scoped_release released;
                 lines = next_lines(from);
             }
-            return nb::bytes(lines.data(), lines.size());
+            return to_bytes(lines);
         },
         "from_"_a, "Lines in a stream socket; `csrc/copy/last_words.h` is the manual.");
     m.def("copy_last_words", &copy_last_words, "from_"_a, "to"_a,

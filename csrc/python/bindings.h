@@ -34,6 +34,12 @@ std::shared_ptr<T> make_without_gil(Arguments... arguments) {
     return {new T(std::move(arguments)...), DeleteWithoutGil<T>()};
 }
 
+// The caller's reference keeps the bytes while the GIL is released.
+inline std::string_view view(const nanobind::bytes& raw) { return {raw.c_str(), raw.size()}; }
+inline nanobind::bytes to_bytes(std::string_view raw) {
+    return nanobind::bytes(raw.data(), raw.size());
+}
+
 // A slot of Python: pairs of u32. Throws std::invalid_argument if it is not whole pairs.
 std::vector<Extent> to_extents(const nanobind::bytes& raw);
 

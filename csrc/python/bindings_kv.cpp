@@ -16,9 +16,6 @@ using namespace kvserver;
 
 namespace {
 
-std::string_view view(const nb::bytes& raw) { return {raw.c_str(), raw.size()}; }
-nb::bytes bytes(const std::string& raw) { return nb::bytes(raw.data(), raw.size()); }
-
 // Other threads run while a large table grows.
 std::string add(HashCounts& counts, std::string_view hashes, size_t hash_bytes) {
     if (hash_bytes == 0 || counts.has_room(hashes.size() / hash_bytes))
@@ -101,7 +98,7 @@ void bind_kv(nb::module_& m) {
         .def(
             "add",
             [](HashCounts& counts, const nb::bytes& hashes, size_t hash_bytes) {
-                return bytes(add(counts, view(hashes), hash_bytes));
+                return to_bytes(add(counts, view(hashes), hash_bytes));
             },
             "hashes"_a, "hash_bytes"_a,
             "One byte for each hash: 1 if this is its first copy. No thread may use the table "
@@ -109,20 +106,20 @@ void bind_kv(nb::module_& m) {
         .def(
             "remove",
             [](HashCounts& counts, const nb::bytes& hashes, size_t hash_bytes) {
-                return bytes(counts.remove(view(hashes), hash_bytes));
+                return to_bytes(counts.remove(view(hashes), hash_bytes));
             },
             "hashes"_a, "hash_bytes"_a,
             "One byte for each hash: 1 if this removed its last copy, 2 if it had no copy.")
         .def(
             "contains",
             [](const HashCounts& counts, const nb::bytes& hashes, size_t hash_bytes) {
-                return bytes(counts.contains(view(hashes), hash_bytes));
+                return to_bytes(counts.contains(view(hashes), hash_bytes));
             },
             "hashes"_a, "hash_bytes"_a)
         .def(
             "slice",
             [](const HashCounts& counts, size_t cursor, size_t most) {
-                const nb::bytes hashes = bytes(counts.slice(cursor, most));
+                const nb::bytes hashes = to_bytes(counts.slice(cursor, most));
                 return std::make_tuple(hashes, cursor);
             },
             "cursor"_a, "most"_a,

@@ -89,9 +89,7 @@ uint64_t checksum_of(const Memory& data) {
 
 // ---- RecordTable ------------------------------------------------------------------------------
 
-std::string_view view(const nb::bytes& raw) { return {raw.c_str(), raw.size()}; }
-nb::bytes to_bytes(std::string_view raw) { return nb::bytes(raw.data(), raw.size()); }
-nb::bytes to_bytes(const std::vector<Extent>& extents) {
+nb::bytes from_extents(const std::vector<Extent>& extents) {
     return nb::bytes(extents.data(), extents.size() * sizeof(Extent));
 }
 
@@ -126,7 +124,7 @@ std::optional<std::tuple<uint64_t, nb::bytes, bool>> find(const RecordTable& tab
                                                           uint32_t group, const nb::bytes& key) {
     const auto found = table.find(space_of(ns, generation, group), checked_key(key));
     if (!found) return std::nullopt;
-    return std::make_tuple(found->meaning, to_bytes(found->extents), found->recovered);
+    return std::make_tuple(found->meaning, from_extents(found->extents), found->recovered);
 }
 
 void add(RecordTable& table, const nb::bytes& ns, uint64_t generation, uint32_t group,
@@ -141,14 +139,14 @@ std::optional<nb::bytes> remove(RecordTable& table, const nb::bytes& ns, uint64_
                                 uint32_t group, const nb::bytes& key) {
     const auto extents = table.remove(space_of(ns, generation, group), checked_key(key));
     if (!extents) return std::nullopt;
-    return to_bytes(*extents);
+    return from_extents(*extents);
 }
 
 std::optional<std::tuple<nb::bytes, uint32_t, nb::bytes, nb::bytes>> evict(RecordTable& table) {
     const auto evicted = table.evict();
     if (!evicted) return std::nullopt;
     return std::make_tuple(to_bytes(evicted->ns), evicted->group, to_bytes(evicted->key),
-                           to_bytes(evicted->extents));
+                           from_extents(evicted->extents));
 }
 
 std::vector<std::tuple<nb::bytes, uint64_t, uint32_t, uint64_t>> spaces(const RecordTable& table) {
@@ -182,7 +180,7 @@ std::pair<size_t, nb::bytes> check_extents(RecordTable& table, uint32_t first, u
         nb::gil_scoped_release released;
         dropped = table.check_extents(first, pages, gaps);
     }
-    return {dropped, to_bytes(gaps)};
+    return {dropped, from_extents(gaps)};
 }
 
 void bind_record_table(nb::module_& m) {
@@ -217,7 +215,8 @@ void bind_record_table(nb::module_& m) {
             },
             "namespace"_a, "generation"_a, "group"_a)
         .def(
-            "sweep", [](RecordTable& table, size_t most) { return to_bytes(table.sweep(most)); },
+            "sweep",
+            [](RecordTable& table, size_t most) { return from_extents(table.sweep(most)); },
             "most"_a, "The extents of records that were removed.")
         .def_prop_ro("swept", &RecordTable::swept)
         .def("begin_log", &RecordTable::begin_log, "file_id"_a, "sequence"_a)

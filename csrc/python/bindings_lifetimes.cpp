@@ -14,9 +14,6 @@ namespace {
 
 using Released = nb::call_guard<nb::gil_scoped_release>;
 
-// The caller's reference keeps the bytes while the GIL is released.
-std::string_view view(const nb::bytes& raw) { return {raw.c_str(), raw.size()}; }
-
 void bind_metrics(nb::module_& m) {
     nb::class_<LifetimeHistogram>(m, "LifetimeHistogram")
         .def_ro("counts", &LifetimeHistogram::counts)

@@ -18,9 +18,6 @@ using namespace kvserver;
 
 namespace {
 
-// The caller's reference keeps the bytes while the GIL is released.
-std::string_view view(const nb::bytes& raw) { return {raw.c_str(), raw.size()}; }
-
 // A prompt of so many chunks is done before another thread could have taken the interpreter's lock,
 // unless the whole table has to be moved, which takes milliseconds.
 constexpr size_t kFew = 1024;

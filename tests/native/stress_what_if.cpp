@@ -115,10 +115,10 @@ void repeat_keys(bool protects) {
         if (random() % 16 == 0) table.remove(1, prompt, 2, 1);
         CHECK(table.size() <= 60);
     }
-    const auto hits = table.lookup(1, keys(0, 10) + keys(0, 10), {7, 1, true, {}});
-    table.add(1, keys(0, 10), {7, 1, true, {}}, 7, 1);
+    const auto hits = table.lookup(1, keys(0, 10) + keys(0, 10), {7, 1, {}});
+    table.add(1, keys(0, 10), {7, 1, {}}, 7, 1);
     CHECK(hits.boundary[WhatIf::kUnlimited] <= 20);
-    CHECK(table.lookup(1, keys(0, 10), {7, 1, true, {}}).boundary[WhatIf::kUnlimited] == 10);
+    CHECK(table.lookup(1, keys(0, 10), {7, 1, {}}).boundary[WhatIf::kUnlimited] == 10);
 }
 
 }  // namespace
