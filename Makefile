@@ -34,7 +34,7 @@ export CCACHE_NOHASHDIR := 1
 endif
 PIP := -m pip --disable-pip-version-check -q
 CONSTRAINTS := -c tests/constraints.txt
-PY_SOURCES := $(sort $(shell find kvserver adapters -name '*.py' -o -name '*.pyi'))
+PY_SOURCES := $(sort $(shell find kvserver adapters -name '*.py'))
 ASSETS := $(sort $(shell find kvserver/web/assets -type f) kvserver/METRICS.md)
 NATIVE_SOURCES := $(sort $(shell find csrc -type f -not -name '*.md') CMakeLists.txt pyproject.toml)
 CPP_SOURCES := $(sort $(shell find csrc tests/native bench/native -path csrc/third_party -prune -o \( -name '*.cpp' -o -name '*.cu' -o -name '*.h' \) -print))

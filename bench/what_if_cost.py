@@ -126,9 +126,6 @@ class NoTable:
     def use(self, *_: object) -> None:
         pass
 
-    def distinct(self) -> bytes:
-        return bytes(4096)
-
     def __len__(self) -> int:
         return 0
 

@@ -5,7 +5,6 @@ Owns: the keys, their defaults and costs. Refuses to know: which parts use them.
 
 from __future__ import annotations
 
-import logging
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -13,10 +12,7 @@ from msgspec import Meta
 
 from kvserver.protocol import allowed_values, default_endpoint, failed_field
 
-log = logging.getLogger("vllm.kvserver")
-
 PREFIX = "kvserver."
-REMOVED = {"settle_ms": "no step waits for stores"}  # ignored in this version, unknown in the next one
 
 
 class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,9 +78,6 @@ def read_settings(kind: type[S], extra_config: dict[str, Any]) -> S:
     """The adapter's settings among an engine's extra configuration. ValueError names the key and what to write."""
     known = {field.name for field in msgspec.structs.fields(kind)}
     values = {key.removeprefix(PREFIX): value for key, value in extra_config.items() if key.startswith(PREFIX)}
-    for name in values.keys() & REMOVED.keys():
-        log.warning("%s is no setting any more, and is ignored: %s", PREFIX + name, REMOVED[name])
-        del values[name]
     if unknown := sorted(set(values) - known):
         names = [", ".join(PREFIX + name for name in sorted(some)) for some in (unknown, known)]
         raise ValueError(f"unknown keys: {names[0]}; known are {names[1]}")

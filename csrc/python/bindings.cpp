@@ -41,8 +41,7 @@ namespace {
 std::shared_ptr<BlockIds> make_ids(std::shared_ptr<PlaneTable> planes, Direction direction,
                                    const nb::bytes& packed, uint64_t least, uint64_t most,
                                    uint32_t null_block) {
-    return std::make_shared<BlockIds>(std::move(planes), direction,
-                                      std::string_view(packed.c_str(), packed.size()), least, most,
+    return std::make_shared<BlockIds>(std::move(planes), direction, view(packed), least, most,
                                       null_block);
 }
 
@@ -92,26 +91,20 @@ void submit_copy(Device& device, uint64_t ticket, const BlockIds& blocks, const 
     device.submit_copy(std::move(job));
 }
 
-nb::bytes pack_bytes(const std::vector<uint32_t>& ids) {
-    const std::string packed = pack_blocks(ids);
-    return nb::bytes(packed.data(), packed.size());
-}
+nb::bytes pack_bytes(const std::vector<uint32_t>& ids) { return to_bytes(pack_blocks(ids)); }
 
 nb::bytes unpack_bytes(const nb::bytes& packed, uint64_t most) {
-    const std::vector<uint32_t> ids = unpack_blocks({packed.c_str(), packed.size()}, most);
+    const std::vector<uint32_t> ids = unpack_blocks(view(packed), most);
     return nb::bytes(ids.data(), ids.size() * sizeof(uint32_t));
 }
 
-nb::list drain(Device& device) {
-    std::vector<Completion> ends;
-    {
-        nb::gil_scoped_release released;
-        ends = device.drain();
-    }
-    nb::list result;
-    for (Completion& c : ends)
-        result.append(nb::make_tuple(c.ticket, c.outcome, c.bytes, c.nanos, c.what));
-    return result;
+using End = std::tuple<uint64_t, Outcome, uint64_t, uint64_t, std::string>;
+
+std::vector<End> drain(Device& device) {
+    std::vector<End> ends;
+    for (Completion& c : device.drain())
+        ends.emplace_back(c.ticket, c.outcome, c.bytes, c.nanos, std::move(c.what));
+    return ends;
 }
 
 using Released = nb::call_guard<nb::gil_scoped_release>;
@@ -119,6 +112,7 @@ using Released = nb::call_guard<nb::gil_scoped_release>;
 }  // namespace
 
 NB_MODULE(_native, m) {
+    m.doc() = "The native module; `csrc/copy/device.h` is its manual.";
     m.attr("NO_BLOCK") = kNoBlock;
     m.attr("MAX_GROUPS") = kMaxGroups;
     nb::enum_<State>(m, "State", nb::is_arithmetic())
@@ -166,9 +160,11 @@ NB_MODULE(_native, m) {
         .def_prop_ro("num_blocks", &PlaneTable::num_blocks)
         .def_prop_ro("block_bytes", &PlaneTable::block_bytes)
         .def_prop_ro("groups", &PlaneTable::groups);
-    nb::class_<BlockIds>(m, "BlockIds")
+    nb::class_<BlockIds>(
+        m, "BlockIds",
+        "The blocks that a copy names, checked; `csrc/copy/block_ids.h` is the manual.")
         .def(nb::new_(&make_ids), "planes"_a, "direction"_a, "packed"_a, "least"_a, "most"_a,
-             "null_block"_a = 0)
+             "null_block"_a = 0, "ValueError states what is wrong.")
         .def_prop_ro("direction", &BlockIds::direction)
         .def_prop_ro("positions", &BlockIds::positions);
     nb::class_<HostRegion>(m, "HostRegion")
@@ -237,7 +233,8 @@ NB_MODULE(_native, m) {
         .def("cancel", &Device::cancel, "ticket"_a, Released())
         .def("submit_map", &Device::submit_map, "ticket"_a, "mappings"_a, Released())
         .def("submit_unmap", &Device::submit_unmap, "ticket"_a, "mappings"_a, Released())
-        .def("drain", &drain);
+        .def("drain", &drain, Released(),
+             "(ticket, outcome, bytes, nanoseconds, reason) of each ticket that ended.");
     nb::class_<CpuDevice, Device>(m, "CpuDevice")
         .def(
             nb::new_(&make_without_gil<CpuDevice, std::shared_ptr<HostRegion>, uint64_t, unsigned>),
@@ -251,12 +248,15 @@ NB_MODULE(_native, m) {
                 nb::gil_scoped_release released;
                 lines = next_lines(from);
             }
-            return nb::bytes(lines.data(), lines.size());
+            return to_bytes(lines);
         },
-        "from_"_a);
-    m.def("copy_last_words", &copy_last_words, "from_"_a, "to"_a);
-    m.def("pack_blocks", &pack_bytes, "ids"_a);
-    m.def("unpack_blocks", &unpack_bytes, "packed"_a, "most"_a);
+        "from_"_a, "Lines in a stream socket; `csrc/copy/last_words.h` is the manual.");
+    m.def("copy_last_words", &copy_last_words, "from_"_a, "to"_a,
+          "Descriptors; `csrc/copy/last_words.h` is the manual.");
+    m.def("pack_blocks", &pack_bytes, "ids"_a,
+          "The wire form of ids; `csrc/tables/block_runs.h` is the manual.");
+    m.def("unpack_blocks", &unpack_bytes, "packed"_a, "most"_a,
+          "The u32 ids of a wire form with at most `most` ids; ValueError states what is wrong.");
     bind_gpu(m);
     bind_cache(m);
     bind_kv(m);

@@ -3,9 +3,11 @@
 
 #include <nanobind/nanobind.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -32,8 +34,36 @@ std::shared_ptr<T> make_without_gil(Arguments... arguments) {
     return {new T(std::move(arguments)...), DeleteWithoutGil<T>()};
 }
 
+// The caller's reference keeps the bytes while the GIL is released.
+inline std::string_view view(const nanobind::bytes& raw) { return {raw.c_str(), raw.size()}; }
+inline nanobind::bytes to_bytes(std::string_view raw) {
+    return nanobind::bytes(raw.data(), raw.size());
+}
+
 // A slot of Python: pairs of u32. Throws std::invalid_argument if it is not whole pairs.
 std::vector<Extent> to_extents(const nanobind::bytes& raw);
+
+// An object with contiguous memory: bytes, a memoryview, a mapped file.
+struct Memory : nanobind::object {
+    NB_OBJECT(Memory, nanobind::object, "typing_extensions.Buffer", PyObject_CheckBuffer)
+};
+
+// A view of the memory, not copied.
+class Buffer {
+  public:
+    explicit Buffer(const nanobind::object& owner, int flags = PyBUF_SIMPLE) {
+        if (PyObject_GetBuffer(owner.ptr(), &view_, flags) != 0) throw nanobind::python_error();
+    }
+    ~Buffer() { PyBuffer_Release(&view_); }
+    Buffer(const Buffer&) = delete;
+    Buffer& operator=(const Buffer&) = delete;
+    std::byte* data() const { return static_cast<std::byte*>(view_.buf); }
+    size_t size() const { return static_cast<size_t>(view_.len); }
+    std::string_view view() const { return {static_cast<const char*>(view_.buf), size()}; }
+
+  private:
+    Py_buffer view_;
+};
 
 // Make a job of a copy's arguments in Python; the word is left out.
 std::shared_ptr<CopyJob> make_job(const BlockIds& blocks, const nanobind::bytes& extents,

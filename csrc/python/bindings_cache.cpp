@@ -1,4 +1,6 @@
 // bindings_cache.cpp: the part of kvserver._native that the index of chunks uses.
+#include <nanobind/typing.h>
+
 #include <algorithm>
 #include <array>
 #include <cstddef>
@@ -116,20 +118,28 @@ PyType_Slot slots[] = {
 }  // namespace
 
 void bind_cache(nb::module_& m) {
-    nb::class_<ObjectTable>(m, "KeyTable", nb::type_slots(slots))
+    m.attr("Value") = nb::type_var("Value");
+    nb::class_<ObjectTable>(
+        m, "KeyTable", nb::type_slots(slots), nb::sig("class KeyTable(typing.Generic[Value])"),
+        "Values by keys of 32 bytes, with a reference to both; `csrc/tables/key_table.h` is the "
+        "manual.\n\nValueError for keys of other lengths, or one that is added while it is in the "
+        "table; KeyError if there is none to remove.")
         .def(nb::init<uint64_t>(), "seed"_a)
         .def(
             "find",
             [](const ObjectTable& of, const nb::bytes& keys) { return of.find(keys, false); },
-            "keys"_a)
+            nb::sig("def find(self, keys: bytes) -> list[Value | None]"),
+            "A value for each of the keys, which lie end to end; None for an absent one.")
         .def(
             "find_leading",
             [](const ObjectTable& of, const nb::bytes& keys) { return of.find(keys, true); },
-            "keys"_a)
-        .def("get", &ObjectTable::get, "key"_a)
-        .def("add", &ObjectTable::add, "key"_a, "value"_a)
-        .def("remove", &ObjectTable::remove, "key"_a)
-        .def("pop", &ObjectTable::pop)
-        .def("values", &ObjectTable::values)
+            nb::sig("def find_leading(self, keys: bytes) -> list[Value]"),
+            "The values before the first absent key.")
+        .def("get", &ObjectTable::get, nb::sig("def get(self, key: bytes) -> Value | None"))
+        .def("add", &ObjectTable::add, nb::sig("def add(self, key: bytes, value: Value) -> None"))
+        .def("remove", &ObjectTable::remove, nb::sig("def remove(self, key: bytes) -> Value"))
+        .def("pop", &ObjectTable::pop, nb::sig("def pop(self) -> Value"),
+             "Remove any entry; the time does not grow with their number.")
+        .def("values", &ObjectTable::values, nb::sig("def values(self) -> list[Value]"))
         .def("__len__", &ObjectTable::size);
 }

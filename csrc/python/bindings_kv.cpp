@@ -16,9 +16,6 @@ using namespace kvserver;
 
 namespace {
 
-std::string_view view(const nb::bytes& raw) { return {raw.c_str(), raw.size()}; }
-nb::bytes bytes(const std::string& raw) { return nb::bytes(raw.data(), raw.size()); }
-
 // Other threads run while a large table grows.
 std::string add(HashCounts& counts, std::string_view hashes, size_t hash_bytes) {
     if (hash_bytes == 0 || counts.has_room(hashes.size() / hash_bytes))
@@ -30,26 +27,9 @@ std::string add(HashCounts& counts, std::string_view hashes, size_t hash_bytes) 
 using ReaderTuple = std::tuple<int, int, int, uint32_t>;
 using MatchTuple = std::tuple<uint64_t, uint64_t, uint64_t, uint64_t>;
 
-// The bytes of a Python buffer, not copied: a slice of a message, for example.
-class Lent {
-  public:
-    explicit Lent(const nb::object& from) {
-        if (PyObject_GetBuffer(from.ptr(), &buffer_, PyBUF_SIMPLE) != 0) nb::raise_python_error();
-    }
-    Lent(const Lent&) = delete;
-    Lent& operator=(const Lent&) = delete;
-    ~Lent() { PyBuffer_Release(&buffer_); }
-    std::string_view view() const {
-        return {static_cast<const char*>(buffer_.buf), static_cast<size_t>(buffer_.len)};
-    }
-
-  private:
-    Py_buffer buffer_;
-};
-
-std::vector<MatchTuple> match(const PrefixIndex& index, const nb::object& hashes, size_t hash_bytes,
+std::vector<MatchTuple> match(const PrefixIndex& index, const Memory& hashes, size_t hash_bytes,
                               const std::vector<ReaderTuple>& readers) {
-    const Lent lent(hashes);
+    const Buffer lent(hashes);
     const nb::gil_scoped_release released;
     std::vector<PrefixIndex::Reader> wanted;
     for (const auto& [l0, l1, l2, chunk_blocks] : readers) {
@@ -62,9 +42,9 @@ std::vector<MatchTuple> match(const PrefixIndex& index, const nb::object& hashes
     return found;
 }
 
-nb::bytes owners_of(const PrefixIndex& index, const nb::object& hashes, size_t hash_bytes,
+nb::bytes owners_of(const PrefixIndex& index, const Memory& hashes, size_t hash_bytes,
                     size_t every) {
-    const Lent lent(hashes);
+    const Buffer lent(hashes);
     std::vector<uint64_t> found;
     {
         const nb::gil_scoped_release released;
@@ -85,17 +65,23 @@ auto released(Method method) {
 
 void bind_prefix_index(nb::module_& m) {
     using Free = nb::call_guard<nb::gil_scoped_release>;
-    nb::class_<PrefixIndex>(m, "PrefixIndex")
+    nb::class_<PrefixIndex>(m, "PrefixIndex",
+                            "The owners of each block; `csrc/tables/prefix_index.h` is the manual. "
+                            "Any thread may use it.")
         .def(nb::init<uint64_t, size_t>(), "seed"_a, "most_bytes"_a)
-        .def("add_owner", &PrefixIndex::add_owner, Free())
+        .def("add_owner", &PrefixIndex::add_owner, Free(),
+             "A new owner without blocks; -1 if there are 64 owners.")
         .def("clear_owner", &PrefixIndex::clear_owner, "owner"_a, Free())
         .def("remove_owner", &PrefixIndex::remove_owner, "owner"_a, Free())
         .def("add_blocks", released(&PrefixIndex::add_blocks), "owner"_a, "hashes"_a,
-             "hash_bytes"_a)
+             "hash_bytes"_a, "The number of blocks refused for lack of memory.")
         .def("remove_blocks", released(&PrefixIndex::remove_blocks), "owner"_a, "hashes"_a,
-             "hash_bytes"_a)
-        .def("match", &match, "hashes"_a, "hash_bytes"_a, "readers"_a)
-        .def("owners_of", &owners_of, "hashes"_a, "hash_bytes"_a, "every"_a)
+             "hash_bytes"_a, "The number of blocks that `owner` did not have.")
+        .def("match", &match, "hashes"_a, "hash_bytes"_a, "readers"_a,
+             "For each reader (owners of L0, L1, L2, or -1; blocks of a chunk): leading blocks of "
+             "each tier, the best.")
+        .def("owners_of", &owners_of, "hashes"_a, "hash_bytes"_a, "every"_a,
+             "A u64 for the last block of each `every` blocks: bit n is set if owner n has it.")
         .def("owned_blocks", &PrefixIndex::owned_blocks, "owner"_a, Free())
         .def("__len__", &PrefixIndex::size, Free())
         .def_prop_ro("refused", &PrefixIndex::refused, Free())
@@ -105,33 +91,40 @@ void bind_prefix_index(nb::module_& m) {
 }  // namespace
 
 void bind_kv(nb::module_& m) {
-    nb::class_<HashCounts>(m, "HashCounts")
+    nb::class_<HashCounts>(
+        m, "HashCounts",
+        "The number of copies of each block hash; `csrc/tables/hash_counts.h` is the manual.")
         .def(nb::init<uint64_t>(), "seed"_a)
         .def(
             "add",
             [](HashCounts& counts, const nb::bytes& hashes, size_t hash_bytes) {
-                return bytes(add(counts, view(hashes), hash_bytes));
+                return to_bytes(add(counts, view(hashes), hash_bytes));
             },
-            "hashes"_a, "hash_bytes"_a)
+            "hashes"_a, "hash_bytes"_a,
+            "One byte for each hash: 1 if this is its first copy. No thread may use the table "
+            "during the call.")
         .def(
             "remove",
             [](HashCounts& counts, const nb::bytes& hashes, size_t hash_bytes) {
-                return bytes(counts.remove(view(hashes), hash_bytes));
+                return to_bytes(counts.remove(view(hashes), hash_bytes));
             },
-            "hashes"_a, "hash_bytes"_a)
+            "hashes"_a, "hash_bytes"_a,
+            "One byte for each hash: 1 if this removed its last copy, 2 if it had no copy.")
         .def(
             "contains",
             [](const HashCounts& counts, const nb::bytes& hashes, size_t hash_bytes) {
-                return bytes(counts.contains(view(hashes), hash_bytes));
+                return to_bytes(counts.contains(view(hashes), hash_bytes));
             },
             "hashes"_a, "hash_bytes"_a)
         .def(
             "slice",
             [](const HashCounts& counts, size_t cursor, size_t most) {
-                const nb::bytes hashes = bytes(counts.slice(cursor, most));
-                return nb::make_tuple(hashes, cursor);
+                const nb::bytes hashes = to_bytes(counts.slice(cursor, most));
+                return std::make_tuple(hashes, cursor);
             },
-            "cursor"_a, "most"_a)
+            "cursor"_a, "most"_a,
+            "Up to `most` of the hashes, 32 bytes each, and the cursor of the next slice; the "
+            "first cursor is 0.")
         .def("__len__", &HashCounts::size)
         .def_prop_ro("memory_bytes", &HashCounts::memory_bytes);
     bind_prefix_index(m);

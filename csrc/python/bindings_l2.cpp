@@ -1,10 +1,14 @@
 // bindings_l2.cpp: the part of kvserver._native that tiers of L2 use.
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <optional>
 #include <stdexcept>
+#include <tuple>
 
 #include "l2/file_device.h"
 #include "l2/record.h"
@@ -31,22 +35,6 @@ std::shared_ptr<Record> make_record(std::shared_ptr<HostRegion> region, uint64_t
                                     to_string(coverage), generation, extents, slot_bytes);
 }
 
-// A view of contiguous memory of another object.
-class Buffer {
-  public:
-    Buffer(const nb::object& owner, int flags) {
-        if (PyObject_GetBuffer(owner.ptr(), &view_, flags) != 0) throw nb::python_error();
-    }
-    ~Buffer() { PyBuffer_Release(&view_); }
-    Buffer(const Buffer&) = delete;
-    Buffer& operator=(const Buffer&) = delete;
-    std::byte* data() const { return static_cast<std::byte*>(view_.buf); }
-    size_t size() const { return static_cast<size_t>(view_.len); }
-
-  private:
-    Py_buffer view_;
-};
-
 nb::bytes pack(const Record& record) {
     const auto size = static_cast<Py_ssize_t>(record.packed_bytes());
     nb::object packed = nb::steal(PyBytes_FromStringAndSize(nullptr, size));
@@ -59,7 +47,7 @@ nb::bytes pack(const Record& record) {
     return nb::borrow<nb::bytes>(packed);
 }
 
-void pack_into(const Record& record, const nb::object& to) {
+void pack_into(const Record& record, const Memory& to) {
     const Buffer buffer(to, PyBUF_WRITABLE);
     if (buffer.size() != record.packed_bytes())
         throw std::invalid_argument("the buffer is not of the size of the packed record");
@@ -67,8 +55,8 @@ void pack_into(const Record& record, const nb::object& to) {
     record.pack(buffer.data());
 }
 
-RecordMatch unpack(const Record& record, const nb::object& from) {
-    const Buffer buffer(from, PyBUF_SIMPLE);
+RecordMatch unpack(const Record& record, const Memory& from) {
+    const Buffer buffer(from);
     nb::gil_scoped_release released;
     return record.unpack({buffer.data(), buffer.size()});
 }
@@ -83,26 +71,25 @@ void submit(FileDevice& device, uint64_t ticket, bool put, const std::shared_ptr
     device.submit(ticket, put, record, to_extents(extents), deadline_nanos);
 }
 
-nb::list drain(FileDevice& device) {
-    nb::list result;
+using End = std::tuple<uint64_t, FileOutcome, uint64_t, uint64_t, std::string>;
+
+std::vector<End> drain(FileDevice& device) {
+    std::vector<End> ends;
     for (FileEnd& end : device.drain())
-        result.append(nb::make_tuple(end.ticket, end.outcome, end.bytes, end.nanos, end.what));
-    return result;
+        ends.emplace_back(end.ticket, end.outcome, end.bytes, end.nanos, std::move(end.what));
+    return ends;
 }
 
-uint64_t checksum_of(const nb::object& data) {
-    const Buffer buffer(data, PyBUF_SIMPLE);
-    const std::string_view raw(reinterpret_cast<const char*>(buffer.data()), buffer.size());
-    if (raw.size() < kHeaderBytes) return checksum(raw);
+uint64_t checksum_of(const Memory& data) {
+    const Buffer buffer(data);
+    if (buffer.size() < kHeaderBytes) return checksum(buffer.view());
     nb::gil_scoped_release released;
-    return checksum(raw);
+    return checksum(buffer.view());
 }
 
 // ---- RecordTable ------------------------------------------------------------------------------
 
-std::string_view view(const nb::bytes& raw) { return {raw.c_str(), raw.size()}; }
-nb::bytes to_bytes(std::string_view raw) { return nb::bytes(raw.data(), raw.size()); }
-nb::bytes to_bytes(const std::vector<Extent>& extents) {
+nb::bytes from_extents(const std::vector<Extent>& extents) {
     return nb::bytes(extents.data(), extents.size() * sizeof(Extent));
 }
 
@@ -126,17 +113,18 @@ SpaceName space_of(const nb::bytes& ns, uint64_t generation, uint32_t group) {
     return {checked_namespace(ns), generation, group};
 }
 
-nb::object holds(const RecordTable& table, const nb::bytes& ns, uint64_t generation, uint32_t group,
-                 const nb::bytes& keys) {
+nb::int_ holds(const RecordTable& table, const nb::bytes& ns, uint64_t generation, uint32_t group,
+               const nb::bytes& keys) {
     const auto bits = table.holds(space_of(ns, generation, group), checked_keys(keys));
-    return nb::steal(_PyLong_FromByteArray(bits.data(), bits.size(), 1, 0));
+    return nb::steal<nb::int_>(_PyLong_FromByteArray(bits.data(), bits.size(), 1, 0));
 }
 
-nb::object find(const RecordTable& table, const nb::bytes& ns, uint64_t generation, uint32_t group,
-                const nb::bytes& key) {
+std::optional<std::tuple<uint64_t, nb::bytes, bool>> find(const RecordTable& table,
+                                                          const nb::bytes& ns, uint64_t generation,
+                                                          uint32_t group, const nb::bytes& key) {
     const auto found = table.find(space_of(ns, generation, group), checked_key(key));
-    if (!found) return nb::none();
-    return nb::make_tuple(found->meaning, to_bytes(found->extents), found->recovered);
+    if (!found) return std::nullopt;
+    return std::make_tuple(found->meaning, from_extents(found->extents), found->recovered);
 }
 
 void add(RecordTable& table, const nb::bytes& ns, uint64_t generation, uint32_t group,
@@ -147,34 +135,35 @@ void add(RecordTable& table, const nb::bytes& ns, uint64_t generation, uint32_t 
               to_extents(extents));
 }
 
-nb::object remove(RecordTable& table, const nb::bytes& ns, uint64_t generation, uint32_t group,
-                  const nb::bytes& key) {
+std::optional<nb::bytes> remove(RecordTable& table, const nb::bytes& ns, uint64_t generation,
+                                uint32_t group, const nb::bytes& key) {
     const auto extents = table.remove(space_of(ns, generation, group), checked_key(key));
-    if (!extents) return nb::none();
-    return to_bytes(*extents);
+    if (!extents) return std::nullopt;
+    return from_extents(*extents);
 }
 
-nb::object evict(RecordTable& table) {
+std::optional<std::tuple<nb::bytes, uint32_t, nb::bytes, nb::bytes>> evict(RecordTable& table) {
     const auto evicted = table.evict();
-    if (!evicted) return nb::none();
-    return nb::make_tuple(to_bytes(evicted->ns), evicted->group, to_bytes(evicted->key),
-                          to_bytes(evicted->extents));
+    if (!evicted) return std::nullopt;
+    return std::make_tuple(to_bytes(evicted->ns), evicted->group, to_bytes(evicted->key),
+                           from_extents(evicted->extents));
 }
 
-nb::list spaces(const RecordTable& table) {
-    nb::list found;
+std::vector<std::tuple<nb::bytes, uint64_t, uint32_t, uint64_t>> spaces(const RecordTable& table) {
+    std::vector<std::tuple<nb::bytes, uint64_t, uint32_t, uint64_t>> found;
     for (const auto& space : table.spaces())
-        found.append(
-            nb::make_tuple(to_bytes(space.ns), space.generation, space.group, space.records));
+        found.emplace_back(to_bytes(space.ns), space.generation, space.group, space.records);
     return found;
 }
 
-nb::tuple walk(const RecordTable& table, size_t at, size_t most) {
-    nb::list found;
+using Keys = std::tuple<nb::bytes, uint64_t, uint32_t, nb::bytes>;
+
+std::pair<std::optional<size_t>, std::vector<Keys>> walk(const RecordTable& table, size_t at,
+                                                         size_t most) {
+    std::vector<Keys> found;
     for (const auto& [space, keys] : table.walk(at, most))
-        found.append(
-            nb::make_tuple(to_bytes(space->ns), space->generation, space->group, to_bytes(keys)));
-    return nb::make_tuple(at == SIZE_MAX ? nb::none() : nb::cast(at), found);
+        found.emplace_back(to_bytes(space->ns), space->generation, space->group, to_bytes(keys));
+    return {at == SIZE_MAX ? std::nullopt : std::optional(at), std::move(found)};
 }
 
 std::pair<size_t, uint64_t> replay(RecordTable& table, const nb::bytes& data, uint64_t file_id,
@@ -184,24 +173,27 @@ std::pair<size_t, uint64_t> replay(RecordTable& table, const nb::bytes& data, ui
     return table.replay(bytes, file_id, sequence);
 }
 
-nb::tuple check_extents(RecordTable& table, uint32_t first, uint32_t pages) {
+std::pair<size_t, nb::bytes> check_extents(RecordTable& table, uint32_t first, uint32_t pages) {
     std::vector<Extent> gaps;
     size_t dropped = 0;
     {
         nb::gil_scoped_release released;
         dropped = table.check_extents(first, pages, gaps);
     }
-    return nb::make_tuple(dropped, to_bytes(gaps));
+    return {dropped, from_extents(gaps)};
 }
 
 void bind_record_table(nb::module_& m) {
-    nb::class_<RecordTable>(m, "RecordTable")
+    nb::class_<RecordTable>(m, "RecordTable",
+                            "The index of a file tier; `csrc/l2/record_table.h` is the manual. One "
+                            "thread uses it.")
         .def(nb::init<uint64_t>(), "seed"_a)
         .def("holds", &holds, "namespace"_a, "generation"_a, "group"_a, "keys"_a)
-        .def("find", &find, "namespace"_a, "generation"_a, "group"_a, "key"_a)
+        .def("find", &find, "namespace"_a, "generation"_a, "group"_a, "key"_a,
+             "(meaning, extents, recovered).")
         .def("add", &add, "namespace"_a, "generation"_a, "group"_a, "key"_a, "parent"_a,
              "meaning"_a, "extents"_a)
-        .def("remove", &remove, "namespace"_a, "generation"_a, "group"_a, "key"_a)
+        .def("remove", &remove, "namespace"_a, "generation"_a, "group"_a, "key"_a, "Its extents.")
         .def(
             "touch",
             [](RecordTable& table, const nb::bytes& ns, uint64_t generation, uint32_t group,
@@ -209,9 +201,13 @@ void bind_record_table(nb::module_& m) {
                 table.touch(space_of(ns, generation, group), checked_keys(keys));
             },
             "namespace"_a, "generation"_a, "group"_a, "keys"_a)
-        .def("evict", &evict)
-        .def("spaces", &spaces)
-        .def("walk", &walk, "at"_a, "most"_a)
+        .def("evict", &evict,
+             "(namespace, group, key, extents) of a record that was removed; None may mean later "
+             "while it is not `swept`.")
+        .def("spaces", &spaces, "(namespace, generation, group, records).")
+        .def("walk", &walk, "at"_a, "most"_a,
+             "Where to go on, None at the end; (namespace, generation, group, keys) of up to "
+             "`most` records from `at` on.")
         .def(
             "drop_space",
             [](RecordTable& table, const nb::bytes& ns, uint64_t generation, uint32_t group) {
@@ -219,8 +215,9 @@ void bind_record_table(nb::module_& m) {
             },
             "namespace"_a, "generation"_a, "group"_a)
         .def(
-            "sweep", [](RecordTable& table, size_t most) { return to_bytes(table.sweep(most)); },
-            "most"_a)
+            "sweep",
+            [](RecordTable& table, size_t most) { return from_extents(table.sweep(most)); },
+            "most"_a, "The extents of records that were removed.")
         .def_prop_ro("swept", &RecordTable::swept)
         .def("begin_log", &RecordTable::begin_log, "file_id"_a, "sequence"_a)
         .def("drain_log", [](RecordTable& table) { return to_bytes(table.drain_log()); })
@@ -231,11 +228,14 @@ void bind_record_table(nb::module_& m) {
         .def("switch_logs", &RecordTable::switch_logs)
         .def("drop_next_log", &RecordTable::drop_next_log)
         .def_prop_ro("live_journal_bytes", &RecordTable::live_journal_bytes)
-        .def("replay", &replay, "data"_a, "file_id"_a, "sequence"_a)
+        .def("replay", &replay, "data"_a, "file_id"_a, "sequence"_a,
+             "(bytes applied, next sequence).")
         .def("link_orphans", &RecordTable::link_orphans, nb::call_guard<nb::gil_scoped_release>())
-        .def("check_extents", &check_extents, "first"_a, "pages"_a)
+        .def("check_extents", &check_extents, "first"_a, "pages"_a,
+             "(records dropped, free extents).")
         .def_prop_ro("memory_bytes", &RecordTable::memory_bytes)
-        .def_prop_ro("steps", &RecordTable::steps)
+        .def_prop_ro("steps", &RecordTable::steps,
+                     "Records, buckets and leaves that all calls so far looked at.")
         .def("__len__", &RecordTable::size);
 }
 
@@ -248,15 +248,24 @@ void bind_l2(nb::module_& m) {
         .value("MATCH", RecordMatch::kMatch)
         .value("OTHER", RecordMatch::kOther)
         .value("CORRUPT", RecordMatch::kCorrupt);
-    nb::class_<Record>(m, "Record")
+    nb::class_<Record>(
+        m, "Record",
+        "An object of L1 as L2 stores it, and the memory of its slots; `csrc/l2/record.h` is the "
+        "manual.\n\nValueError if the slots do not lie in L1 or have no room for `slot_bytes`.")
         .def(nb::new_(&make_record), "region"_a, "page_bytes"_a, "namespace"_a, "group"_a, "key"_a,
              "coverage"_a, "generation"_a, "slots"_a, "slot_bytes"_a)
-        .def_prop_ro("bytes", &Record::bytes)
+        .def("pack", &pack,
+             "The header and the slots' bytes, end to end. Other threads of Python run meanwhile.")
+        .def("pack_into", &pack_into,
+             nb::sig("def pack_into(self, buffer: bytearray | memoryview) -> None"),
+             "The same into a writable buffer of `packed_bytes`.")
+        .def("unpack", &unpack, "buffer"_a,
+             "Write a packed record to L1, and match what was written; one of another header or "
+             "length writes nothing.")
         .def_prop_ro("packed_bytes", &Record::packed_bytes)
         .def_prop_ro("file_bytes", &Record::file_bytes)
-        .def("pack", &pack)
-        .def("pack_into", &pack_into, "buffer"_a)
-        .def("unpack", &unpack, "buffer"_a);
+        // The last: in the types that are read from here its name hides that of Python's bytes.
+        .def_prop_ro("bytes", &Record::bytes);
     nb::enum_<FileOutcome>(m, "FileOutcome")
         .value("DONE", FileOutcome::kDone)
         .value("OTHER", FileOutcome::kOther)
@@ -265,12 +274,16 @@ void bind_l2(nb::module_& m) {
         .value("LATE", FileOutcome::kLate)
         .value("FAILED", FileOutcome::kFailed)
         .value("CANCELLED", FileOutcome::kCancelled);
-    nb::class_<FileCalls>(m, "FileCalls");
-    nb::class_<FileDevice>(m, "FileDevice")
+    nb::class_<FileCalls>(m, "FileCalls",
+                          "The calls below a FileDevice; tests have one with faults.");
+    nb::class_<FileDevice>(m, "FileDevice",
+                           "Threads that move records between L1 and a data file; "
+                           "`csrc/l2/file_device.h` is the manual.")
         .def(nb::new_(&make_device), "fd"_a, "page_bytes"_a, "pages"_a, "threads"_a,
              "calls"_a.none() = nb::none())
         .def_prop_ro("completion_fd", &FileDevice::completion_fd)
-        .def("drain", &drain)
+        .def("drain", &drain,
+             "(ticket, outcome, bytes, nanoseconds, reason) of each ticket that ended.")
         .def("notify", &FileDevice::notify)
         .def("submit", &submit, "ticket"_a, "put"_a, "record"_a, "extents"_a,
              "deadline_nanos"_a = 0)
@@ -278,6 +291,7 @@ void bind_l2(nb::module_& m) {
         .def("expire", &FileDevice::expire)
         .def_prop_ro("stalled_nanos", &FileDevice::stalled_nanos)
         .def("close", &FileDevice::close, "wait_nanos"_a, nb::call_guard<nb::gil_scoped_release>());
-    m.def("checksum", &checksum_of, "data"_a);
+    m.def("checksum", &checksum_of, "data"_a,
+          "XXH3-64. Of long data other threads of Python run meanwhile.");
     bind_record_table(m);
 }

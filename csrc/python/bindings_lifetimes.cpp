@@ -14,9 +14,6 @@ namespace {
 
 using Released = nb::call_guard<nb::gil_scoped_release>;
 
-// The caller's reference keeps the bytes while the GIL is released.
-std::string_view view(const nb::bytes& raw) { return {raw.c_str(), raw.size()}; }
-
 void bind_metrics(nb::module_& m) {
     nb::class_<LifetimeHistogram>(m, "LifetimeHistogram")
         .def_ro("counts", &LifetimeHistogram::counts)
@@ -52,7 +49,8 @@ void bind_lifetimes(nb::module_& m) {
         [](const nb::bytes& records, const nb::bytes& marks, uint64_t num_blocks) {
             check_records(view(records), view(marks), num_blocks);
         },
-        "records"_a, "marks"_a, "num_blocks"_a);
+        "records"_a, "marks"_a, "num_blocks"_a,
+        "ValueError states which record or mark is wrong, and why.");
     nb::class_<BlockLifetimes>(m, "BlockLifetimes")
         .def(nb::new_([](std::shared_ptr<LifetimeMetrics> metrics, uint64_t num_blocks,
                          double sample_rate, uint64_t seed) {
@@ -61,8 +59,9 @@ void bind_lifetimes(nb::module_& m) {
              }),
              "metrics"_a, "num_blocks"_a, "sample_rate"_a, "seed"_a)
         .def_prop_ro("requests", &BlockLifetimes::requests)
-        .def_prop_ro_static("bytes_per_block",
-                            [](nb::handle) { return BlockLifetimes::bytes_per_block(); })
+        .def_prop_ro_static(
+            "bytes_per_block", [](nb::handle) { return BlockLifetimes::bytes_per_block(); },
+            "Memory of the table, by block.")
         .def(
             "apply",
             [](BlockLifetimes& lifetimes, const nb::bytes& records, const nb::bytes& marks) {

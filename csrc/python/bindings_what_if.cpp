@@ -18,9 +18,6 @@ using namespace kvserver;
 
 namespace {
 
-// The caller's reference keeps the bytes while the GIL is released.
-std::string_view view(const nb::bytes& raw) { return {raw.c_str(), raw.size()}; }
-
 // A prompt of so many chunks is done before another thread could have taken the interpreter's lock,
 // unless the whole table has to be moved, which takes milliseconds.
 constexpr size_t kFew = 1024;
@@ -36,8 +33,8 @@ auto without_lock(const WhatIf& table, std::string_view keys, Work work) {
 using Need = std::tuple<uint16_t, uint32_t, uint32_t>;
 
 HitRules to_rules(uint16_t full, uint32_t chunk_tokens, const std::vector<Need>& others,
-                  bool distinct, uint32_t interval) {
-    HitRules rules{full, chunk_tokens, distinct, {}, interval};
+                  uint32_t interval) {
+    HitRules rules{full, chunk_tokens, {}, interval};
     for (const auto& [bit, chunks, local] : others) rules.others.push_back({bit, chunks, local});
     return rules;
 }
@@ -45,11 +42,17 @@ HitRules to_rules(uint16_t full, uint32_t chunk_tokens, const std::vector<Need>&
 }  // namespace
 
 void bind_what_if(nb::module_& m) {
-    nb::class_<HitRules>(m, "HitRules")
-        .def(nb::new_(&to_rules), "full"_a, "chunk_tokens"_a, "others"_a, "distinct"_a = true,
-             "interval"_a = 0);
-    nb::class_<WhatIf::Hits>(m, "WhatIfHits");
-    nb::class_<WhatIf>(m, "WhatIf")
+    nb::class_<HitRules>(
+        m, "HitRules",
+        "What a hit needs: the bits of the full groups, and of each other group (bit, chunks, or "
+        "tokens of a local attention's chunk).\n\nObjects of the other groups are kept at "
+        "multiples of `interval` chunks, too; 0: at none.")
+        .def(nb::new_(&to_rules), "full"_a, "chunk_tokens"_a, "others"_a, "interval"_a = 0);
+    nb::class_<WhatIf::Hits>(m, "WhatIfHits",
+                             "Of one lookup, where the hit of each size would have ended.");
+    nb::class_<WhatIf>(m, "WhatIf",
+                       "What caches of six sizes, in pages, and of no limit would have; "
+                       "`csrc/tables/what_if.h` is the manual.")
         .def(nb::init<uint64_t, const std::array<uint64_t, WhatIf::kUnlimited>&, bool>(),
              "secret"_a, "sizes"_a, "protects"_a)
         .def(
@@ -72,7 +75,8 @@ void bind_what_if(nb::module_& m) {
                 table.count(hits, block_tokens, behind, found);
                 return hits;
             },
-            "salt"_a, "keys"_a, "rules"_a, "block_tokens"_a, "behind"_a, "found"_a)
+            "salt"_a, "keys"_a, "rules"_a, "block_tokens"_a, "behind"_a, "found"_a,
+            "Counted for the sizes whose hit `behind` ended at chunk `found`.")
         .def(
             "use",
             [](WhatIf& table, uint64_t salt, const nb::bytes& keys, const HitRules& rules,
@@ -96,12 +100,7 @@ void bind_what_if(nb::module_& m) {
             },
             "salt"_a, "keys"_a, "bit"_a, "pages"_a)
         .def("clear", &WhatIf::clear)
-        .def("hit_tokens", &WhatIf::hit_tokens)
-        .def("distinct",
-             [](const WhatIf& table) {
-                 const std::string registers = table.distinct();
-                 return nb::bytes(registers.data(), registers.size());
-             })
+        .def("hit_tokens", &WhatIf::hit_tokens, "Of all lookups, by size. From any thread.")
         .def("__len__", &WhatIf::size)
         .def_prop_ro("sample_rate", &WhatIf::sample_rate)
         .def_prop_ro("memory_bytes", &WhatIf::memory_bytes);

@@ -5,6 +5,7 @@
 #include <bit>
 #include <cstring>
 #include <stdexcept>
+#include <string>
 
 #include "tables/fold.h"
 
@@ -102,13 +103,6 @@ WhatIf::Keys WhatIf::keys_of(uint64_t salt, std::string_view raw) const {
     return {fold(salt ^ secret_, kGolden), raw, raw.size() / kKeyBytes};
 }
 
-void WhatIf::count_distinct(uint64_t salt, std::string_view key) {
-    const uint64_t hash = fold_key(salt, key.data());
-    const uint64_t rest = hash << kRegisterBits | (uint64_t{1} << (kRegisterBits - 1));
-    char& most = registers_[hash >> (64 - kRegisterBits)];
-    most = std::max(most, static_cast<char>(std::countl_zero(rest) + 1));
-}
-
 // The low bits are the place, the high ones decide what is sampled.
 size_t WhatIf::find(uint64_t hash) const {
     const size_t mask = slots_.size() - 1;
@@ -150,7 +144,7 @@ WhatIf::Hits WhatIf::lookup(uint64_t salt, std::string_view raw, const HitRules&
     const Keys keys = keys_of(salt, raw);
     const bool each = rules.full == 0 || !rules.others.empty();
     Hits hits;
-    look(salt, keys, rules, hits, each);
+    look(keys, rules, hits, each);
     hits.full = hits.boundary;
     for (size_t size = 0; each && size < kSizes; ++size) {
         const size_t at = boundary(size, rules, hits.boundary[size]);
@@ -164,7 +158,7 @@ WhatIf::Hits WhatIf::lookup(uint64_t salt, std::string_view raw, const HitRules&
 
 // For each size the chunks up to the first one that lacks a full group, or that is not there;
 // `each`: what the rules of other groups need to know of the chunks is in looked_.
-void WhatIf::look(uint64_t salt, const Keys& keys, const HitRules& rules, Hits& hits, bool each) {
+void WhatIf::look(const Keys& keys, const HitRules& rules, Hits& hits, bool each) {
     looked_.clear();
     uint8_t going = kAllSizes;
     double counted = 0;
@@ -176,9 +170,6 @@ void WhatIf::look(uint64_t salt, const Keys& keys, const HitRules& rules, Hits& 
         }
         going &= ~sizes;
     };
-    const auto count_key = [&](size_t at) {
-        if (rules.distinct) count_distinct(salt, keys.raw.substr(at * kKeyBytes, kKeyBytes));
-    };
     size_t at = 0;
     while (at < keys.count) {
         const uint64_t hash = keys.hash(at);
@@ -188,7 +179,7 @@ void WhatIf::look(uint64_t salt, const Keys& keys, const HitRules& rules, Hits& 
             const uint8_t lacking = hash < threshold_ ? kAllSizes : (1 << exact_) - 1;
             if (rules.full != 0) lack(at, lacking);
             if (each) looked_.push_back({static_cast<uint8_t>(~lacking), kAnyGroup, counted});
-            count_key(at++);
+            ++at;
             continue;
         }
         const size_t end = at + stretch(keys, at, time, keys.count);
@@ -202,13 +193,8 @@ void WhatIf::look(uint64_t salt, const Keys& keys, const HitRules& rules, Hits& 
             if (rules.full != 0) lack(at, full ? ~sizes : kAllSizes);
             const double each_counts = (state & kWhole) != 0 ? 1 : 1 / sample_rate();
             for (; at < end && used >= where.floor; ++at, --used) {
-                Entry& entry = entries_[used];
-                if (((entry ^ state) & kState & ~kLooked) != 0) break;
+                if (((entries_[used] ^ state) & kState) != 0) break;
                 if (hybrid && others_[used] != others) break;
-                if (rules.distinct && (entry & kLooked) == 0) {
-                    count_key(at);
-                    entry |= kLooked;
-                }
                 counted += each_counts;
                 if (each) {
                     looked_.push_back(
@@ -218,7 +204,6 @@ void WhatIf::look(uint64_t salt, const Keys& keys, const HitRules& rules, Hits& 
         }
     }
     lack(at, kAllSizes);
-    for (; at < keys.count; ++at) count_key(at);
 }
 
 // Of the chunks looked up, where the first `full` ones have all that full groups need.

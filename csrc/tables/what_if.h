@@ -40,8 +40,7 @@
 // Invariants:
 //   - No two chunks have the same time. From the first to the last chunk of a strip no time is
 //     another strip's.
-//   - Clients choose keys, so places and what is sampled depend on a secret. `distinct()` does not,
-//     so that the sketches of several daemons can be merged.
+//   - Clients choose keys, so places and what is sampled depend on a secret.
 //   - One thread uses it; any may read hit_tokens().
 #pragma once
 
@@ -50,7 +49,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
-#include <string>
 #include <string_view>
 #include <vector>
 
@@ -69,7 +67,6 @@ struct GroupNeed {
 struct HitRules {
     uint16_t full = 1;
     uint32_t chunk_tokens = 1;
-    bool distinct = true;  // chunks of lookups are in distinct()
     std::vector<GroupNeed> others;
     uint32_t interval = 0;  // chunks between boundaries that are kept for the others; 0: none
 
@@ -125,9 +122,6 @@ class WhatIf {
     // Only for the sizes whose hit ended where the daemon's did: `behind` has them.
     void count(const Hits& hits, double tokens_of_a_block, const Hits& behind, size_t found);
 
-    // HyperLogLog (Flajolet et al., 2007) of all chunks looked up: one byte a register.
-    std::string distinct() const { return {registers_.begin(), registers_.end()}; }
-
     size_t size() const { return size_; }
     double sample_rate() const;  // of the older chunks
     size_t memory_bytes() const;
@@ -136,7 +130,7 @@ class WhatIf {
     static constexpr size_t kFirstSlots = 1 << 10, kMostSlots = 1 << 19, kBlock = 512;
     static constexpr size_t kExact = 5 << 15, kRecent = 1 << 16, kSampled = 1 << 17;
     static constexpr uint64_t kHashBits = 44, kAll = uint64_t{1} << kHashBits;
-    static constexpr size_t kRegisterBits = 12, kLeastRemembered = 32768;
+    static constexpr size_t kLeastRemembered = 32768;
     static constexpr size_t kStrip = 32;
     static constexpr uint8_t kAllSizes = (1 << kSizes) - 1, kOnlyUnlimited = 1 << kUnlimited;
 
@@ -153,11 +147,10 @@ class WhatIf {
     // A chunk at its time: pages (none: no chunk), a bit for each size where a use found it, flags,
     // groups, and the place of its slot.
     using Entry = uint64_t;
-    static constexpr unsigned kUsedAt = 20, kGroupsAt = 29, kSlotAt = 45;
+    static constexpr unsigned kUsedAt = 20, kGroupsAt = 28, kSlotAt = 44;
     static constexpr Entry kPages = (1 << kUsedAt) - 1, kUsed = Entry{0x3f} << kUsedAt;
     static constexpr Entry kSampledFlag = 1 << 26;  // its hash is below the threshold
     static constexpr Entry kWhole = 1 << 27;        // represents itself only
-    static constexpr Entry kLooked = 1 << 28;       // is in distinct()
     static constexpr Entry kState = (Entry{1} << kSlotAt) - 1;
 
     // A chunk's objects of groups that are not full attention: their pages, and a bit for each size
@@ -204,7 +197,6 @@ class WhatIf {
     };
 
     Keys keys_of(uint64_t salt, std::string_view raw) const;
-    void count_distinct(uint64_t salt, std::string_view key);
     size_t find(uint64_t hash) const;  // its slot, or the empty one where it would be
     uint32_t time(const Slot& slot) const {
         return strips_[slot.spot / kStrip].begin + static_cast<uint32_t>(slot.spot % kStrip);
@@ -214,7 +206,7 @@ class WhatIf {
     }
     size_t stretch(const Keys& keys, size_t at, uint32_t time, size_t end) const;
     size_t used_together(const Keys& keys, size_t at, uint32_t time, size_t most) const;
-    void look(uint64_t salt, const Keys& keys, const HitRules& rules, Hits& hits, bool each);
+    void look(const Keys& keys, const HitRules& rules, Hits& hits, bool each);
     size_t boundary(size_t size, const HitRules& rules, size_t full) const;
     Place place(uint32_t time, Entry entry) const;
     uint8_t counted_in(Entry entry) const;
@@ -281,7 +273,6 @@ class WhatIf {
     bool adds_others_ = false;
     std::vector<uint8_t> stores_others_;
     std::array<std::atomic<double>, kSizes> hit_tokens_{};
-    std::array<char, 1 << kRegisterBits> registers_{};
 };
 
 }  // namespace kvserver

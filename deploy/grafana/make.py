@@ -204,8 +204,17 @@ def _heatmap(panel: dict[str, Any]) -> dict[str, Any]:
 KINDS = {"timeseries": _timeseries, "stat": _stat, "table": _table, "heatmap": _heatmap}
 
 
+def written(made: dict[str, Any], between: str = ", ") -> str:
+    """JSON with one panel a line, so that a diff shows which ones changed."""
+
+    def value(name: str, of: Any) -> str:
+        return "[\n" + ",\n".join(map(written, of)) + "\n]" if name == "panels" and of else json.dumps(of)
+
+    return "{" + between.join(f'"{name}": {value(name, of)}' for name, of in made.items()) + "}"
+
+
 def main() -> int:
-    text = json.dumps(dashboard(), indent=2) + "\n"
+    text = written(dashboard(), ",\n") + "\n"
     if "--check" not in sys.argv:
         OUT.write_text(text)
         return 0

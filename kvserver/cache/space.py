@@ -33,7 +33,6 @@ class Space:
         self.leases = Leases(policy)
         self._shares = Shares({self.index.model(name): int(share * pool.pages) for name, share in shares.items()})
         self.evicted_chunks = 0
-        self.evicted_tail_blocks = 0
         self.evicted_pages = 0
         self.cleared_chunks = 0
         self.pins = 0  # over all chunks; equals the pins of open plans and loads
@@ -160,7 +159,6 @@ class Space:
     def _evict_chunk(self, chunk: Chunk, plan: StorePlan) -> None:
         self.index.detach_chunk(chunk)
         if chunk.namespace.groups.tails:
-            self.evicted_tail_blocks += 1
             plan.evicted_tails.append((chunk.namespace, chunk.key))
             self.evicted_pages += self._free_chunk(chunk)
             return

@@ -54,7 +54,7 @@ def main(arguments: argparse.Namespace) -> int:
         if not arguments.json:
             show(line(name, finding))
     if arguments.json:
-        rows = [{"check": n, "level": f.level.value, "text": f.text, "fix": f.fix, "mend": f.fix} for n, f in found]
+        rows = [{"check": n, "level": f.level.value, "text": f.text, "fix": f.fix} for n, f in found]
         print(json.dumps(rows, indent=2))
     else:
         show(summary([finding.level for _, finding in found]))

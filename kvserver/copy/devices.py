@@ -95,11 +95,6 @@ class Devices:
         """Reason why a device can no longer copy; empty while all devices can."""
         return next((device.lost for device in self.all if device.lost), "")
 
-    @property
-    def pinning(self) -> bool:
-        """True if L1 is pinned, or is being pinned."""
-        return self._pinner is not None
-
     # ---- a worker's memory ----------------------------------------------------------------------
 
     def device_for(self, memory: Sequence[Memory]) -> Device:

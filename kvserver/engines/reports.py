@@ -50,8 +50,7 @@ class EngineReports:
         payload, reports = request.payload, instance.reports
         source, pool = ("exact", payload.pool) if isinstance(payload, ExactRecords) else ("reported", 0)
         reports.check(source, pool)
-        count, size, blocks = checked(payload, instance.any_worker().spec.num_blocks)
-        instance.counts.block_records += count
+        size, blocks = checked(payload, instance.any_worker().spec.num_blocks)
         if request.instance_id in self.unapplied:
             self.unapplied.discard(request.instance_id)
             reports.lose_states()
@@ -119,21 +118,21 @@ class EngineReports:
             instance.reports.lose()
 
 
-def checked(payload: Payload, num_blocks: int) -> tuple[int, int, tuple[bytes, ...]]:
-    """(records of the payload, its bytes, for ReportedBlocks the block ids of each record).
+def checked(payload: Payload, num_blocks: int) -> tuple[int, tuple[bytes, ...]]:
+    """(bytes of the payload, for ReportedBlocks the block ids of each record).
 
     KVServerError(BAD_RECORDS) if it cannot be read, or names blocks that the engine does not have.
     """
     try:
         if isinstance(payload, ExactRecords):
             check_records(payload.records, payload.marks, num_blocks)
-            return len(payload.records) // 4, len(payload.records) + len(payload.marks), ()
+            return len(payload.records) + len(payload.marks), ()
         return _check_reported(payload, num_blocks)
     except ValueError as error:
         raise KVServerError(ErrorCode.BAD_RECORDS, str(error)) from None
 
 
-def _check_reported(payload: ReportedBlocks, num_blocks: int) -> tuple[int, int, tuple[bytes, ...]]:
+def _check_reported(payload: ReportedBlocks, num_blocks: int) -> tuple[int, tuple[bytes, ...]]:
     records = sum(record.blocks for record in payload.records)
     if records > MAX_REPORTED_BLOCKS:  # before they are unpacked: a run of any length is a few bytes
         raise ValueError(f"{records} blocks in one report, at most {MAX_REPORTED_BLOCKS}; split it")
@@ -150,7 +149,7 @@ def _check_reported(payload: ReportedBlocks, num_blocks: int) -> tuple[int, int,
             _check_owned(record, payload.block_tokens)
             size += len(record.contents) + len(record.tokens)
         size += len(raw)
-    return records, size, tuple(blocks)
+    return size, tuple(blocks)
 
 
 def _check_owned(record: Owned, block_tokens: int) -> None:

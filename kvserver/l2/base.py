@@ -77,6 +77,30 @@ class TierEnd:
     what: str = ""
 
 
+@dataclass
+class TierCounts:
+    """Numbers of puts and gets; the fields are those of TierStatus."""
+
+    hits: int = 0
+    misses: int = 0
+    corrupt: int = 0
+    timeouts: int = 0
+    errors: int = 0
+    read_timeouts: int = 0
+    read_errors: int = 0
+    written_objects: int = 0
+    written_bytes: int = 0
+    read_bytes: int = 0
+    evictions: int = 0
+    full: int = 0
+
+    def add_failure(self, timed_out: bool, failed: bool, of_get: bool) -> None:
+        self.timeouts += timed_out
+        self.errors += failed
+        self.read_timeouts += timed_out and of_get
+        self.read_errors += failed and of_get
+
+
 class StorageTier(Protocol):
     """A tier of L2. REQUIRES: tickets and names are used only with the tier that they belong to."""
 

@@ -106,7 +106,6 @@ class RequestCounts(Struct):
     starved_chunks: int = 0  # that stores did not copy: L1 had no space
     saved_tokens: int = 0  # whose KV was loaded instead of computed
     saved_seconds: float = 0.0  # that the engine would have needed for them, at the speed it reported
-    block_records: int = 0
     ended_requests: int = 0
     sequence_gaps: int = 0
     engine_preemptions: int = 0  # these: growth of the totals that the engine reported
@@ -328,8 +327,6 @@ class TierStatus(Struct, frozen=True, kw_only=True):
     written_objects: int = 0
     written_bytes: int = 0
     read_bytes: int = 0
-    write_nanos: int = 0
-    read_nanos: int = 0
     evictions: int = 0
     full: int = 0  # puts that found no space
     breaker: str = "closed"  # closed, open or probing
@@ -356,11 +353,9 @@ class WhatIfStatus(Struct, frozen=True, kw_only=True):
     looked_up_tokens: int = 0
     sizes: list[WhatIfSize] = []
     # At most a second old:
-    looked_up_chunks: int = 0
     listed_chunks: int = 0
     sample_rate: float = 1.0  # of the chunks used longest ago
     memory_bytes: int = 0
-    sketch: str = ""  # base64: HyperLogLog of the chunks looked up
     l2_tokens: int = 0  # that engines loaded after reads from L2 for their request; no hit of L1
     fill_seconds: float = 0.0  # that requests waited for these reads
     advice: str = ""  # on the size of L1, beside what L2 gives

@@ -15,4 +15,4 @@ from kvserver.telemetry.metrics import all_families
 from kvserver.telemetry.resident_ages import ResidentAges
 from kvserver.telemetry.rpc_counts import LOOP, UNREADABLE, Rpc, RpcCounts
 from kvserver.telemetry.sizing import with_l2
-from kvserver.telemetry.what_if import WhatIfCurve, merge_what_if
+from kvserver.telemetry.what_if import WhatIfCurve

@@ -21,13 +21,12 @@ order of chunks (`csrc/tables/what_if.h`), what L1 has. Runs in the bus's thread
 
 from __future__ import annotations
 
-import base64
-import math
 import secrets
 from collections import OrderedDict
 from collections.abc import Sequence
-from hashlib import blake2b
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from kvserver._native import HitRules, WhatIf, WhatIfHits
 from kvserver.events import (
@@ -43,16 +42,13 @@ from kvserver.events import (
 )
 from kvserver.protocol import ObjectGroup
 from kvserver.protocol.status import WhatIfSize, WhatIfStatus
-from kvserver.telemetry.sizing import with_l2
 
 SIZES = (0.25, 0.5, 1, 2, 4, 8)  # times L1
 _MOST_NAMESPACES = 1024
-_MOST_CLEARS = 1024
 _MOST_OPEN = 1024  # requests whose keys are kept until they end
 _MOST_OPEN_BYTES = 1 << 19
 _MOST_CHUNKS = 1 << 32
 _ONE_GROUP = HitRules(1, 1, [])
-_TAIL = HitRules(1, 1, [], distinct=False)
 _LRU = "lru"
 _PROTECTS = {_LRU: False, "slru": True}  # the policies that the table knows
 
@@ -85,9 +81,9 @@ class WhatIfCurve(Subscriber):
         self._objects: OrderedDict[bytes, dict[int, int]] = OrderedDict()
         self._open: OrderedDict[tuple[str, str], _Open] = OrderedDict()  # by instance and request
         self._open_bytes = 0
-        self._clears: dict[bytes, int] = {}  # of the namespaces that begin so
-        self._salts: dict[tuple[bytes, bool], int] = {}  # made already, since the last clear
-        self._looked_up_tokens = self._looked_up_chunks = 0
+        # By namespace, and whether of single blocks: a cleared namespace has new ones.
+        self._salts: OrderedDict[tuple[bytes, bool], int] = OrderedDict()
+        self._looked_up_tokens = 0
         self._shown = WhatIfStatus()
 
     def handle(self, event: Event) -> None:
@@ -117,11 +113,9 @@ class WhatIfCurve(Subscriber):
     def tick(self) -> None:
         """Once a second, in the bus's thread: what status() reads of the table. No other thread touches the table."""
         self._shown = WhatIfStatus(
-            looked_up_chunks=self._looked_up_chunks,
             listed_chunks=len(self._table),
             sample_rate=self._table.sample_rate,
             memory_bytes=self._table.memory_bytes,
-            sketch=base64.b64encode(self._table.distinct()).decode(),
         )
 
     def status(self) -> WhatIfStatus:
@@ -131,17 +125,7 @@ class WhatIfCurve(Subscriber):
             for size, pages, tokens in zip(SIZES, self._pages, hit_tokens, strict=False)
         ]
         sizes.append(WhatIfSize(size="unlimited", would_hit_tokens=round(hit_tokens[-1])))
-        shown = self._shown
-        return WhatIfStatus(
-            policy=self._policy,
-            looked_up_tokens=self._looked_up_tokens,
-            sizes=sizes,
-            looked_up_chunks=shown.looked_up_chunks,
-            listed_chunks=shown.listed_chunks,
-            sample_rate=shown.sample_rate,
-            memory_bytes=shown.memory_bytes,
-            sketch=shown.sketch,
-        )
+        return replace(self._shown, policy=self._policy, looked_up_tokens=self._looked_up_tokens, sizes=sizes)
 
     # ---- inside -------------------------------------------------------------------------------
 
@@ -162,12 +146,11 @@ class WhatIfCurve(Subscriber):
             while self._open_bytes > _MOST_OPEN_BYTES or len(self._open) > _MOST_OPEN:
                 self._request_ended(next(iter(self._open)))
         self._looked_up_tokens += event.tokens
-        self._looked_up_chunks += outcome.chunks
 
     def _tail_looked_up(self, event: LookupEnded, behind: WhatIfHits, pages: int) -> None:
         salt, keys, outcome = self._salt(event.namespace, True), event.tail_keys, event.outcome
-        hits = self._table.lookup_tail(salt, keys, _TAIL, event.block_tokens, behind, outcome.hit_chunks)
-        self._table.use(salt, keys, _TAIL, hits, outcome.tail_blocks, pages)
+        hits = self._table.lookup_tail(salt, keys, _ONE_GROUP, event.block_tokens, behind, outcome.hit_chunks)
+        self._table.use(salt, keys, _ONE_GROUP, hits, outcome.tail_blocks, pages)
 
     def _request_ended(self, owner: tuple[str, str]) -> None:
         lookup = self._open.pop(owner, None)
@@ -188,23 +171,17 @@ class WhatIfCurve(Subscriber):
         self._table.add(salt, event.keys, rules, 1 << event.group.place, event.pages)
 
     def _salt(self, namespace: bytes, tails: bool) -> int:
-        """The same in all daemons that have been cleared as often: their sketches can be merged."""
         salt = self._salts.get((namespace, tails))
         if salt is None:
-            clears = sum(count for prefix, count in self._clears.items() if namespace.startswith(prefix))
-            text = b"%b/%d/%d" % (namespace, tails, clears)
-            salt = int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
-            if len(self._salts) >= _MOST_NAMESPACES:
-                self._salts.clear()
-            self._salts[namespace, tails] = salt
+            salt = self._salts[namespace, tails] = secrets.randbits(64)
+        self._salts.move_to_end((namespace, tails))
+        if len(self._salts) > _MOST_NAMESPACES:
+            self._salts.popitem(last=False)
         return salt
 
     def _cleared(self, prefix: bytes) -> None:
-        if len(self._clears) >= _MOST_CLEARS:
-            self._clears = {b"": sum(self._clears.values())}
-            prefix = b""
-        self._clears[prefix] = self._clears.get(prefix, 0) + 1
-        self._salts.clear()
+        for namespace, tails in [key for key in self._salts if key[0].startswith(prefix)]:
+            del self._salts[namespace, tails]
         if not prefix:
             self._table.clear()
 
@@ -219,49 +196,3 @@ def rules_of(groups: Sequence[ObjectGroup], chunk_tokens: int, boundary_interval
         else:
             others.append((1 << number, far - group.first_needed(far, chunk_tokens), 0))
     return HitRules(full, chunk_tokens, others, interval=boundary_interval // chunk_tokens)
-
-
-# ---- of several daemons -----------------------------------------------------------------------
-
-
-def merge_what_if(daemons: Sequence[WhatIfStatus]) -> WhatIfStatus:
-    """Merge the statuses of a fleet: each size as the daemons' sum; unlimited as one storage for all, where a chunk is missed once.
-
-    Daemons whose L1 was cleared a different number of times do not recognize each other's chunks.
-    """
-    looked_up = sum(one.looked_up_tokens for one in daemons)
-    chunks = sum(one.looked_up_chunks for one in daemons)
-    sketches = [base64.b64decode(one.sketch) for one in daemons if one.sketch]
-    union = bytes(map(max, zip(*sketches, strict=True)))
-    again = sum(map(distinct_chunks, sketches)) - distinct_chunks(union)
-    sizes = [
-        WhatIfSize(
-            size=same[0].size,
-            size_bytes=None if same[0].size_bytes is None else sum(one.size_bytes or 0 for one in same),
-            would_hit_tokens=sum(one.would_hit_tokens for one in same),
-        )
-        for same in zip(*(one.sizes for one in daemons), strict=True)
-    ]
-    if chunks and sizes:
-        hits = sizes[-1].would_hit_tokens + round(max(0.0, again) * looked_up / chunks)
-        sizes[-1] = WhatIfSize(size=sizes[-1].size, would_hit_tokens=min(looked_up, hits))
-    fleet = WhatIfStatus(
-        looked_up_tokens=looked_up,
-        sizes=sizes,
-        looked_up_chunks=chunks,
-        listed_chunks=sum(one.listed_chunks for one in daemons),
-        sample_rate=min((one.sample_rate for one in daemons), default=1.0),
-        memory_bytes=sum(one.memory_bytes for one in daemons),
-        sketch=base64.b64encode(union).decode(),
-    )
-    return with_l2(fleet, sum(one.l2_tokens for one in daemons), sum(one.fill_seconds for one in daemons))
-
-
-def distinct_chunks(registers: bytes) -> float:
-    """HyperLogLog's estimate (Flajolet et al., 2007), with linear counting of few; 1.6% is its standard error."""
-    count = len(registers)
-    if not count:
-        return 0.0
-    empty = registers.count(0)
-    estimate = 0.7213 / (1 + 1.079 / count) * count * count / sum(2.0**-most for most in registers)
-    return count * math.log(count / empty) if empty and estimate <= 2.5 * count else estimate

@@ -137,13 +137,6 @@ def test_without_a_pool_there_is_no_cache_and_one_warning(make_daemon, make_engi
     assert daemon.status()["totals"]["stored_bytes"] == 0
 
 
-def test_a_removed_setting_is_ignored_with_a_warning(make_daemon, make_engine, warnings_of):
-    daemon = make_daemon()
-    make_engine(daemon, extra={"kvserver.settle_ms": 20}).generate("cold", TOKENS)
-    assert make_engine(daemon).generate("warm", TOKENS).external > 0
-    assert sum("kvserver.settle_ms is no setting any more" in line for line in warnings_of()) == 2, "one a half"
-
-
 @pytest.mark.parametrize("adjust", [two_precisions, partial_hits])
 def test_blocks_that_are_written_before_all_else_of_a_step_are_served(
     make_daemon, make_halves, warnings_of, monkeypatch, adjust

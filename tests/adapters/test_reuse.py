@@ -218,7 +218,6 @@ def test_the_server_is_notified_of_every_block_and_request(make_daemon, make_eng
     engine.generate("last", prompt(33, 5))  # what ends with a step is reported in the next one
     counts = daemon.status()["instances"][0]["requests"]
     assert counts["ended_requests"] >= 3
-    assert counts["block_records"] > 0
     assert counts["sequence_gaps"] == 0
 
 

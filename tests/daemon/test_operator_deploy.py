@@ -66,7 +66,9 @@ def copied(stage, folder):
             assert any(fnmatch.fnmatch(source, name) for name in allowed), f"{source} is not in the build's context"
             goal = folder / target / source if target == "./" else folder / target
             if (ROOT / source).is_dir():
-                shutil.copytree(ROOT / source, goal, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+                shutil.copytree(
+                    ROOT / source, goal, ignore=shutil.ignore_patterns("__pycache__", "*.so", "_native.pyi")
+                )
             else:
                 shutil.copy(ROOT / source, goal)
 

@@ -151,12 +151,12 @@ def test_wheel_and_sdist_state_the_same_version_requirements_and_extras(wheel: P
 
 
 def test_the_wheel_has_every_file_of_the_package(wheel: Path) -> None:
-    """Pages, stubs and whatever else lies beside the Python."""
+    """Pages, tables and whatever else lies beside the Python; and the types of the native module, which the build makes."""
     with zipfile.ZipFile(wheel) as archive:
         files = {info.filename for info in archive.infolist() if not info.is_dir()}
     names = {name for name in files if ".dist-info/" not in name and ".so" not in name}
     expected = {re.sub(r"^adapters/", "kvserver/adapters/", name) for name in tracked("kvserver", "adapters")}
-    assert names == expected
+    assert names == expected | {"kvserver/_native.pyi"}
 
 
 def test_the_sdist_has_all_that_a_build_reads_and_nothing_else(sdist: Path) -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,11 +15,8 @@ from support.worker import Worker, make_keys
 
 from kvserver.cli import status as cli_status
 from kvserver.protocol import AwaitFill, LookupReply
-from kvserver.protocol.status import DaemonStatus, WhatIfStatus
-from kvserver.telemetry import merge_what_if
+from kvserver.protocol.status import DaemonStatus
 
-METRICS = Path(__file__).parent.parent.parent / "kvserver/METRICS.md"
-CODE = re.compile(r"```python\n(.*?)```", re.DOTALL)
 SIZES = {"0.25": 0.25, "0.5": 0.5, "1": 1.0, "2": 2.0, "4": 4.0, "8": 8.0, "unlimited": 0.0}
 
 
@@ -160,41 +154,13 @@ def test_cleared_chunks_are_misses_of_every_size(
     assert set(would_hit(daemon).values()) == {daemon.metric("kvserver_lookup_hit_tokens_total")} != {0}
 
 
-def test_two_daemons_statuses_become_the_curve_of_a_fleet(
-    make_daemon: Callable[..., Daemon], make_worker: Callable[..., Worker], tmp_path: Path
-) -> None:
-    daemons, statuses = [], []
-    for prompts in ([[1, 2, 3], [4, 5]], [[1, 2, 3, 6], [4, 5]]):
-        daemon = make_daemon()
-        daemons.append(f"http://127.0.0.1:{daemon.http_port}")
-        served(daemon, make_worker(daemon), prompts)
-
-        def curve(of: Daemon = daemon) -> WhatIfStatus | None:
-            found = msgspec.convert(of.status()["what_if"], WhatIfStatus)
-            return found if found.looked_up_chunks * 64 == found.looked_up_tokens else None
-
-        statuses.append(wait_until(curve, what="the sketch has all lookups"))
-    one, other = statuses
-    assert one.sizes[-1].would_hit_tokens == other.sizes[-1].would_hit_tokens == 0, "by itself each daemon missed all"
-    fleet = merge_what_if(statuses)
-    assert fleet.looked_up_tokens == 11 * 64
-    assert fleet.sizes[-1].would_hit_tokens == pytest.approx(5 * 64, abs=32), "one of them had stored these five"
-    assert [size.would_hit_tokens for size in fleet.sizes[:-1]] == [0] * 6
-    (example,) = [block for block in CODE.findall(METRICS.read_text()) if "merge_what_if" in block]
-    printed = subprocess.run(
-        [sys.executable, "-c", example, *daemons], capture_output=True, text=True, check=True, cwd=tmp_path
-    ).stdout
-    assert printed.split()[::2] == list(SIZES)
-    share = fleet.sizes[-1].would_hit_tokens / fleet.looked_up_tokens
-    assert printed.split()[1::2] == ["0.0%"] * 6 + [f"{share:.1%}"], "the example in METRICS.md"
-
-
 def test_the_status_command_shows_it_and_its_policy(
     make_daemon: Callable[..., Daemon], make_worker: Callable[..., Worker]
 ) -> None:
     daemon = make_daemon()
     assert "if L1 were" not in cli_status.table(msgspec.convert(daemon.status(), DaemonStatus))
     served(daemon, make_worker(daemon), [[1, 2], [1, 2, 3, 4]])
+    wait_until(lambda: daemon.status()["what_if"]["listed_chunks"] == 4, what="the table is read once a second")
     text = cli_status.table(msgspec.convert(daemon.status(), DaemonStatus))
     (line,) = [line for line in text.splitlines() if line.startswith("if L1 were")]
     assert "1x 33.3%, 2x 33.3%" in line

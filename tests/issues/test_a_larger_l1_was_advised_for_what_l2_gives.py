@@ -15,7 +15,7 @@ from support.worker import Worker, make_keys
 from kvserver.cli import status as cli_status
 from kvserver.protocol import AwaitFill, LookupReply
 from kvserver.protocol.status import DaemonStatus, WhatIfSize, WhatIfStatus
-from kvserver.telemetry import merge_what_if, with_l2
+from kvserver.telemetry import with_l2
 
 SIZES = ("0.25", "0.5", "1", "2", "4", "8", "unlimited")
 
@@ -66,12 +66,6 @@ def test_the_advice_weighs_what_l2_gives_and_what_its_reads_cost(
 ) -> None:
     found = with_l2(shown, l2_tokens, seconds).advice
     assert found.startswith(advice) if l2_tokens == 900 else found == advice
-
-
-def test_the_advice_to_a_fleet_weighs_the_l2_of_all() -> None:
-    fleet = merge_what_if([with_l2(ISSUE, 150, 412), with_l2(ISSUE, 100, 100)])
-    assert (fleet.l2_tokens, fleet.fill_seconds) == (250, 512)
-    assert "looked up; L1 as it is, with L2, 71.4%." in fleet.advice
 
 
 def test_a_daemon_that_reads_from_l2_advises_no_larger_l1(

@@ -71,12 +71,12 @@ void follow_a_list() {
 void list_too_many(bool protects) {
     std::mt19937 random(2);
     WhatIf table(8, {2'500, 50'000, 100'000, 200'000, 400'000, 800'000}, protects);
-    const HitRules hybrid{1, 256, true, {{2, 3, 0}, {4, 0, 1024}}, 5};
+    const HitRules hybrid{1, 256, {{2, 3, 0}, {4, 0, 1024}}, 5};
     const auto bit = [](uint64_t first) { return static_cast<uint16_t>(1 << first / 500 % 3); };
     for (uint64_t first = 0; first < 2'000'000; first += 500) {
         table.add(first % 3, keys(first, 500), hybrid, bit(first), 3);
         const uint64_t late = first - std::min<uint64_t>(first, random() % 100 * 500);
-        const auto all = table.lookup(late % 3, keys(late, 500), {bit(late), 1, true, {}});
+        const auto all = table.lookup(late % 3, keys(late, 500), {bit(late), 1, {}});
         CHECK(all.chunks[WhatIf::kUnlimited] == 500);  // of the last 50,000 each is listed
         const std::string again = keys(random() % (first + 1), random() % 100);
         const uint64_t salt = random() % 3;
@@ -98,7 +98,7 @@ void list_too_many(bool protects) {
 void repeat_keys(bool protects) {
     std::mt19937 random(3);
     WhatIf table(9, kSizes, protects);
-    const HitRules hybrid{1, 256, true, {{2, 3, 0}, {4, 0, 1024}}, 5};
+    const HitRules hybrid{1, 256, {{2, 3, 0}, {4, 0, 1024}}, 5};
     for (int round = 0; round < 1'000; ++round) {
         std::string prompt;
         while (random() % 8 != 0) prompt += keys(random() % 40, 1 + random() % 20);
@@ -115,10 +115,10 @@ void repeat_keys(bool protects) {
         if (random() % 16 == 0) table.remove(1, prompt, 2, 1);
         CHECK(table.size() <= 60);
     }
-    const auto hits = table.lookup(1, keys(0, 10) + keys(0, 10), {7, 1, true, {}});
-    table.add(1, keys(0, 10), {7, 1, true, {}}, 7, 1);
+    const auto hits = table.lookup(1, keys(0, 10) + keys(0, 10), {7, 1, {}});
+    table.add(1, keys(0, 10), {7, 1, {}}, 7, 1);
     CHECK(hits.boundary[WhatIf::kUnlimited] <= 20);
-    CHECK(table.lookup(1, keys(0, 10), {7, 1, true, {}}).boundary[WhatIf::kUnlimited] == 10);
+    CHECK(table.lookup(1, keys(0, 10), {7, 1, {}}).boundary[WhatIf::kUnlimited] == 10);
 }
 
 }  // namespace

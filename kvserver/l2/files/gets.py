@@ -74,11 +74,10 @@ class FileGets:
             self._records.failures.forget(get.name)
             tickets.counts.hits += 1
             tickets.counts.read_bytes += moved
-            tickets.counts.read_nanos += nanos
         elif OUTCOMES[outcome] is TierOutcome.CORRUPT:
             self._found_corrupt(get, what)
         else:
-            tickets.counts.add_failure(outcome, of_get=True)
+            tickets.counts.add_failure(outcome is FileOutcome.LATE, outcome is FileOutcome.FAILED, of_get=True)
             if outcome is FileOutcome.FAILED:
                 self._failed_to_read(get, what)
         tickets.end(ticket, OUTCOMES[outcome], what, moved if outcome is FileOutcome.DONE else 0, nanos)

@@ -102,7 +102,6 @@ class FilePuts:
         if outcome is FileOutcome.DONE and not put.void and self._is_current(put) and not closed:
             tickets.counts.written_objects += 1
             tickets.counts.written_bytes += put.record.bytes
-            tickets.counts.write_nanos += nanos
             self._records.add(put.name, put.parent, put.meaning, put.extents)
             tickets.end(put.ticket, TierOutcome.DONE, bytes=put.record.bytes, nanos=nanos)
             return
@@ -112,7 +111,7 @@ class FilePuts:
         elif outcome is FileOutcome.FULL:
             tickets.end_full(put.ticket, what)
         else:
-            tickets.counts.add_failure(outcome, of_get=False)
+            tickets.counts.add_failure(outcome is FileOutcome.LATE, outcome is FileOutcome.FAILED, of_get=False)
             tickets.end(put.ticket, OUTCOMES[outcome], what, nanos=nanos)
 
     def _is_current(self, put: _Put) -> bool:

@@ -6,10 +6,9 @@ Owns: these, and which outcome of the device is which of the tier. Refuses to kn
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from kvserver._native import FileOutcome
-from kvserver.l2.base import TierEnd, TierOutcome
+from kvserver.l2.base import TierCounts, TierEnd, TierOutcome
 
 OUTCOMES = {
     FileOutcome.DONE: TierOutcome.DONE,
@@ -22,39 +21,12 @@ OUTCOMES = {
 }
 
 
-@dataclass
-class FileCounts:
-    """Counts of a file tier. The fields are those of TierStatus."""
-
-    hits: int = 0
-    misses: int = 0
-    corrupt: int = 0
-    timeouts: int = 0
-    errors: int = 0
-    read_timeouts: int = 0
-    read_errors: int = 0
-    written_objects: int = 0
-    written_bytes: int = 0
-    read_bytes: int = 0
-    write_nanos: int = 0
-    read_nanos: int = 0
-    evictions: int = 0
-    full: int = 0
-
-    def add_failure(self, outcome: FileOutcome, of_get: bool) -> None:
-        late, failed = outcome is FileOutcome.LATE, outcome is FileOutcome.FAILED
-        self.timeouts += late
-        self.errors += failed
-        self.read_timeouts += late and of_get
-        self.read_errors += failed and of_get
-
-
 class FileTickets:
     """Open and ended tickets. REQUIRES: one thread uses it. `notify` makes the loop call drain()."""
 
     def __init__(self, tier: str, notify: Callable[[], None]) -> None:
         self.tier = tier  # its name
-        self.counts = FileCounts()
+        self.counts = TierCounts()
         self._notify = notify
         self._last = 0
         self._ends: list[TierEnd] = []

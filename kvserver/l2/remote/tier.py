@@ -11,14 +11,12 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
-
-import msgspec
 
 from kvserver._native import RECORD_FORMAT, HostRegion
 from kvserver.config import TierUrl
-from kvserver.l2.base import ObjectMemory, ObjectName, State, TierEnd, TierOutcome
+from kvserver.l2.base import ObjectMemory, ObjectName, State, TierCounts, TierEnd, TierOutcome
 from kvserver.l2.failures import ObjectFailures
 from kvserver.l2.remote.breaker import StoreBreaker
 from kvserver.l2.remote.existence import Existence
@@ -79,7 +77,7 @@ class RemoteTier:
         self._failures = ObjectFailures()
         self._breaker = StoreBreaker()  # of reads
         self._writes = StoreBreaker()
-        self._counts = _Counts()
+        self._counts = TierCounts()
         self._touched: dict[ObjectName, None] = {}  # in the order of use
         self._tickets: dict[int, _Ticket] = {}
         self._numbers = itertools.count(1)
@@ -119,8 +117,7 @@ class RemoteTier:
         return "" if self._read_only or self._writes.passes else f"it takes no writes: {self._last_refusal}"
 
     def status(self) -> TierStatus:
-        return msgspec.structs.replace(
-            self._counts.status(),
+        return TierStatus(
             name=self.name,
             kind=self.kind,
             url=self.url,
@@ -130,6 +127,7 @@ class RemoteTier:
             objects=len(self._existence),
             breaker=self._breaker.state,
             breaks=self._breaker.breaks,
+            **vars(self._counts),
         )
 
     # ---- requests -----------------------------------------------------------------------------------
@@ -313,7 +311,7 @@ class RemoteTier:
             result = Result(TierOutcome.CANCELLED)
         self._existence.note_all(result.exists, job.ended_ns)
         if ticket.kind in ("put", "get"):
-            self._counts.add(ticket.kind, job, result)
+            _count(self._counts, ticket.kind, result)
             self._watch_corruption(result.outcome)
         return result
 
@@ -362,45 +360,20 @@ class RemoteTier:
             self._corrupt_in_a_row = 0
 
 
-@dataclass(slots=True)
-class _Counts:
-    """Counts of puts and gets. The fields are those of TierStatus."""
-
-    hits: int = 0
-    misses: int = 0
-    corrupt: int = 0
-    timeouts: int = 0
-    errors: int = 0
-    read_timeouts: int = 0
-    read_errors: int = 0
-    full: int = 0
-    written_objects: int = 0
-    written_bytes: int = 0
-    read_bytes: int = 0
-    write_nanos: int = 0
-    read_nanos: int = 0
-
-    def status(self) -> TierStatus:
-        return TierStatus(**asdict(self))
-
-    def add(self, kind: str, job: TierJob, result: Result) -> None:
-        outcome = result.outcome
-        timed_out, failed = outcome is TierOutcome.TIMEOUT, outcome is TierOutcome.UNAVAILABLE and result.failed
-        self.misses += outcome is TierOutcome.MISSING
-        self.corrupt += outcome is TierOutcome.CORRUPT
-        self.timeouts += timed_out
-        self.errors += failed
-        self.read_timeouts += timed_out and kind == "get"
-        self.read_errors += failed and kind == "get"
-        self.full += outcome is TierOutcome.FULL
-        if outcome is TierOutcome.DONE and kind == "get":
-            self.hits += 1
-            self.read_bytes += result.bytes
-            self.read_nanos += _nanos(job)
-        elif outcome is TierOutcome.DONE and result.bytes:
-            self.written_objects += 1
-            self.written_bytes += result.bytes
-            self.write_nanos += _nanos(job)
+def _count(counts: TierCounts, kind: str, result: Result) -> None:
+    """Add the end of a put or get."""
+    outcome, of_get = result.outcome, kind == "get"
+    failed = outcome is TierOutcome.UNAVAILABLE and result.failed
+    counts.misses += outcome is TierOutcome.MISSING
+    counts.corrupt += outcome is TierOutcome.CORRUPT
+    counts.full += outcome is TierOutcome.FULL
+    counts.add_failure(outcome is TierOutcome.TIMEOUT, failed, of_get)
+    if outcome is TierOutcome.DONE and of_get:
+        counts.hits += 1
+        counts.read_bytes += result.bytes
+    elif outcome is TierOutcome.DONE and result.bytes:
+        counts.written_objects += 1
+        counts.written_bytes += result.bytes
 
 
 def _nanos(job: TierJob) -> int:

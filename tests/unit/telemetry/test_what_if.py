@@ -25,7 +25,7 @@ from kvserver.events import (
 )
 from kvserver.observability import Observability
 from kvserver.protocol import KEY_BYTES, ObjectGroup
-from kvserver.telemetry import WhatIfCurve, merge_what_if
+from kvserver.telemetry import WhatIfCurve
 from kvserver.telemetry.what_if import SIZES
 
 PAGE, CHUNK_TOKENS = 4096, 256
@@ -201,19 +201,6 @@ def test_cleared_chunks_are_no_hits(cleared: tuple[bytes, ...]) -> None:
     assert curve_of(keys, keys).status().sizes[-1].would_hit_tokens == 5 * CHUNK_TOKENS
     assert curve_of(keys, keys, cleared=cleared).status().sizes[-1].would_hit_tokens == 0
     assert curve_of(keys, keys, cleared=(b"other",)).status().sizes[-1].would_hit_tokens == 5 * CHUNK_TOKENS
-
-
-def test_what_one_daemon_knows_is_a_hit_of_an_unlimited_fleet() -> None:
-    prompts = [keys_of(number, 0, 20) for number in range(300)]
-    one, other = curve_of(*prompts, prompts[0]).status(), curve_of(*prompts[150:], *prompts[150:]).status()
-    assert one.sizes[-1].would_hit_tokens == 20 * CHUNK_TOKENS
-    both = merge_what_if([one, other])
-    assert both.looked_up_tokens == one.looked_up_tokens + other.looked_up_tokens
-    true = (1 + 150 + 150) * 20 * CHUNK_TOKENS
-    assert both.sizes[-1].would_hit_tokens / both.looked_up_tokens == pytest.approx(
-        true / both.looked_up_tokens, abs=0.03
-    )
-    assert both.sizes[0].would_hit_tokens == one.sizes[0].would_hit_tokens + other.sizes[0].would_hit_tokens
 
 
 def test_a_status_has_every_size_before_the_first_lookup() -> None:
