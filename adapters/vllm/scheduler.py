@@ -139,7 +139,7 @@ class SchedulerHalf:
             self._shortage.asked(request, local_tokens, tokens)
         self._loading.promised(state, tokens or 0)
         if tokens is not None:
-            self._storing.answered(request, state, local_tokens + tokens, self._dispatcher.usable() is not None)
+            self._storing.answered(request, state, local_tokens + tokens, self._is_usable)
         return tokens, bool(tokens)
 
     def _follow_session(self, state: RequestState) -> None:
@@ -186,10 +186,12 @@ class SchedulerHalf:
         # Loads that alone are waited for go first; the next pass sends the records.
         self._reporting.pass_ended(prompt_tokens, with_blocks=not (idle and self._plan.loads))
 
+    def _is_usable(self) -> bool:
+        """A connected daemon has registered this engine. It may begin a session, after which answers are void."""
+        return self._dispatcher.usable() is not None
+
     def _may_store(self) -> bool:
-        return (
-            self._serves and self._dispatcher.usable() is not None and self._epochs.may_store and not self._stale_hashes
-        )
+        return self._serves and self._is_usable() and self._epochs.may_store and not self._stale_hashes
 
     def _yield_blocks(self, running: list[tuple[Request, int]]) -> None:
         """Have the stores cancelled that alone keep blocks, if the engine needs these."""
@@ -285,7 +287,7 @@ class SchedulerHalf:
 
     def _plan_last_stores(self, state: RequestState, tables: Tables) -> None:
         self._follow_session(state)
-        self._storing.plan_last(state, tables, self._may_store())
+        self._storing.plan_last(state, tables, self._may_store)
 
     def reset_cache(self) -> bool:
         """vLLM reports that the weights may have changed, or goes to sleep."""
@@ -328,8 +330,8 @@ class SchedulerHalf:
 
     def _begin_session(self, hello: HelloReply | None) -> None:
         """Lookups and their answers are void."""
-        self._storing.begin_session(hello)
         self._loading.begin_session(next(self._ids))
+        self._storing.begin_session(hello)
         for state in self._requests.values():
             state.answer = None
             state.store_again()

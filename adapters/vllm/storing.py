@@ -9,7 +9,7 @@ store's plan until all ranks have reported its end.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from vllm.v1.request import RequestStatus
@@ -54,11 +54,11 @@ class Storing:
         self._planner.begin_session(hello)
         self._acceptance.drop_all()
 
-    def answered(self, request: Request, state: RequestState, tokens: int, usable: bool) -> None:
-        """vLLM is answered, and will go on behind `tokens`. `usable`: a daemon would take a store."""
+    def answered(self, request: Request, state: RequestState, tokens: int, is_usable: Callable[[], bool]) -> None:
+        """vLLM is answered, and will go on behind `tokens`. `is_usable` may void the answer, so it is called for models with states alone."""
         if self._chunks.states:
             state.engine_boundary = request.shared_prefix_boundary  # vLLM has just set it
-            if usable:
+            if state.wishes.stores and is_usable():
                 self._want_state(state, tokens)
 
     # ---- a step ---------------------------------------------------------------------------------
@@ -84,14 +84,14 @@ class Storing:
         if self._chunks.states and state.wishes.stores:
             self._planner.want_state(state, computed)
 
-    def plan_last(self, state: RequestState, tables: Tables, may_store: bool) -> None:
+    def plan_last(self, state: RequestState, tables: Tables, may_store: Callable[[], bool]) -> None:
         """Plan the last stores of a request. One that was aborted or failed stores what vLLM had accepted before, alone."""
         aborted = state.request.status in _NOT_ACCEPTED
         if aborted:
             self._acceptance.drop_request(state)
         # The end of a step before a preemption counts for blocks that a load may not have filled yet: these have none computed.
         computed = min(state.accepted_tokens, state.computed) if aborted else state.computed
-        if state.wishes.stores and not state.lost and may_store:
+        if state.wishes.stores and not state.lost and may_store():
             self._planner.plan_last(state, tables, computed)
 
     def take(self, computes: bool) -> tuple[int, list[StoreSpec]]:

@@ -128,16 +128,19 @@ void bind_cache(nb::module_& m) {
         .def(
             "find",
             [](const ObjectTable& of, const nb::bytes& keys) { return of.find(keys, false); },
-            nb::sig("def find(self, keys: bytes) -> list[Value | None]"),
+            "keys"_a, nb::sig("def find(self, keys: bytes) -> list[Value | None]"),
             "A value for each of the keys, which lie end to end; None for an absent one.")
         .def(
             "find_leading",
             [](const ObjectTable& of, const nb::bytes& keys) { return of.find(keys, true); },
-            nb::sig("def find_leading(self, keys: bytes) -> list[Value]"),
+            "keys"_a, nb::sig("def find_leading(self, keys: bytes) -> list[Value]"),
             "The values before the first absent key.")
-        .def("get", &ObjectTable::get, nb::sig("def get(self, key: bytes) -> Value | None"))
-        .def("add", &ObjectTable::add, nb::sig("def add(self, key: bytes, value: Value) -> None"))
-        .def("remove", &ObjectTable::remove, nb::sig("def remove(self, key: bytes) -> Value"))
+        .def("get", &ObjectTable::get, "key"_a,
+             nb::sig("def get(self, key: bytes) -> Value | None"))
+        .def("add", &ObjectTable::add, "key"_a, "value"_a,
+             nb::sig("def add(self, key: bytes, value: Value) -> None"))
+        .def("remove", &ObjectTable::remove, "key"_a,
+             nb::sig("def remove(self, key: bytes) -> Value"))
         .def("pop", &ObjectTable::pop, nb::sig("def pop(self) -> Value"),
              "Remove any entry; the time does not grow with their number.")
         .def("values", &ObjectTable::values, nb::sig("def values(self) -> list[Value]"))

@@ -256,7 +256,7 @@ void bind_l2(nb::module_& m) {
              "coverage"_a, "generation"_a, "slots"_a, "slot_bytes"_a)
         .def("pack", &pack,
              "The header and the slots' bytes, end to end. Other threads of Python run meanwhile.")
-        .def("pack_into", &pack_into,
+        .def("pack_into", &pack_into, "buffer"_a,
              nb::sig("def pack_into(self, buffer: bytearray | memoryview) -> None"),
              "The same into a writable buffer of `packed_bytes`.")
         .def("unpack", &unpack, "buffer"_a,

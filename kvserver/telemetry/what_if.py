@@ -45,6 +45,7 @@ from kvserver.protocol.status import WhatIfSize, WhatIfStatus
 
 SIZES = (0.25, 0.5, 1, 2, 4, 8)  # times L1
 _MOST_NAMESPACES = 1024
+_MOST_SALTS = 1 << 15  # without its salt all that is listed of a namespace is unknown
 _MOST_OPEN = 1024  # requests whose keys are kept until they end
 _MOST_OPEN_BYTES = 1 << 19
 _MOST_CHUNKS = 1 << 32
@@ -175,7 +176,7 @@ class WhatIfCurve(Subscriber):
         if salt is None:
             salt = self._salts[namespace, tails] = secrets.randbits(64)
         self._salts.move_to_end((namespace, tails))
-        if len(self._salts) > _MOST_NAMESPACES:
+        if len(self._salts) > _MOST_SALTS:
             self._salts.popitem(last=False)
         return salt
 
