@@ -104,6 +104,13 @@ class WorkerHalf:
             if load.keys:
                 self._begin(load, self._settings.load_timeout_ms)
 
+    def give_up(self, copy_id: int) -> None:
+        """Cancel a copy before its deadline, and count it as a timeout: the engine waits no longer."""
+        if (copy := self._copies.get(copy_id)) is not None:
+            copy.given_up = min(copy.given_up, time.monotonic())
+            copy.cancel()
+            self._count_timeout(copy)
+
     def answer_for_loads(self, plan: StepPlan) -> None:
         """Fail the loads of this step that start_loads did not begin: their requests wait for them."""
         for load in plan.loads:
@@ -120,6 +127,7 @@ class WorkerHalf:
         for store in plan.stores:
             if store.copy_id not in self._copies:
                 self._report.ended_stores.append(store.copy_id)
+                self._report.incomplete_stores.append(store.copy_id)
                 self.counters["store_failures"] += 1
 
     def _begin(self, spec: LoadSpec | StoreSpec, timeout_ms: float) -> None:
@@ -236,6 +244,9 @@ class WorkerHalf:
     def _time_out(self, copy: Copy) -> None:
         copy.timed_out = True
         copy.cancel()
+        self._count_timeout(copy)
+
+    def _count_timeout(self, copy: Copy) -> None:
         if self._link is None or self._send_queue.is_queued(copy.spec.copy_id):
             return  # the message was never sent
         self.counters["timeouts"] += 1
@@ -245,6 +256,8 @@ class WorkerHalf:
         """The blocks may be overwritten: the server publishes nothing that it reads from now on."""
         self._forget(copy)
         self._report.ended_stores.append(spec.copy_id)
+        if not isinstance(answer, Stored) or answer.starved or answer.declined:
+            self._report.incomplete_stores.append(spec.copy_id)
         if isinstance(answer, Stored):
             if answer.stored:
                 self._report.copied.append((spec.copy_id, answer.stored))
