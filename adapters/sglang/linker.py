@@ -1,0 +1,168 @@
+"""`KVServerLinker`: SGLang's external linker over the daemon.
+
+Owns: construction, and the fence that keeps every exception of the linker out of the engine. Refuses to know: how anything is
+decided.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter, UnifiedCacheLinker
+from sglang.srt.runtime_context import get_parallel
+
+from kvserver.adapters.common.exporter import CannotShare
+from kvserver.adapters.common.faults import Faults
+from kvserver.adapters.common.link import Link
+from kvserver.adapters.common.planes import UnsupportedLayout
+from kvserver.adapters.common.send_queue import DirectSendQueue, OrderedSendQueue, SendQueue
+from kvserver.adapters.common.settings import read_settings
+from kvserver.adapters.sglang.cache import RankCache
+from kvserver.adapters.sglang.names import names_of
+from kvserver.adapters.sglang.pools import pool_of
+from kvserver.adapters.sglang.registration import PoolRegistration
+from kvserver.adapters.sglang.settings import SGLangSettings
+
+log = logging.getLogger("kvserver")
+
+R = TypeVar("R")
+
+
+def fenced(default: Any = None) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """An exception in the method is counted, logged once per place and kind, and the method returns `default`; so it does without cache."""
+
+    def decorate(method: Callable[..., R]) -> Callable[..., R]:
+        @functools.wraps(method)
+        def call(self: KVServerLinker, *args: Any, **kwargs: Any) -> Any:
+            try:
+                if self.cache is not None:
+                    return method(self, self.cache, *args, **kwargs)
+            except Exception as error:
+                self.faults.count(method.__name__, error)
+            return default() if callable(default) else default
+
+        return call
+
+    return decorate
+
+
+class KVServerLinker(UnifiedCacheLinker):  # type: ignore[misc]
+    def __init__(
+        self,
+        server_args: Any,
+        params: Any,
+        *,
+        components: Any,
+        extra_config: dict[str, Any],
+        forward_stream: Any = None,
+    ) -> None:
+        self.faults = Faults()
+        self.cache: RankCache | None = None  # None: the engine runs without cache
+        self.forward_stream = forward_stream
+        kvcache = params.token_to_kv_pool_allocator.get_kvcache()
+        self.pools = {PoolName.KV: kvcache}
+        self.layer_done_counter = LayerWiseLoadCounter(0)  # no layer waits: a load is over before its batch begins
+        try:
+            self.cache = self._set_up(server_args, params, kvcache, extra_config)
+        except (UnsupportedLayout, CannotShare) as reason:
+            log.warning("kvserver: this engine runs without cache: %s", reason)
+        except Exception as error:
+            self.faults.count("construction", error)
+
+    def _set_up(self, server_args: Any, params: Any, kvcache: Any, extra_config: dict[str, Any]) -> RankCache:
+        settings = read_settings(SGLangSettings, extra_config)
+        self._page_tokens = int(params.page_size)
+        pool = pool_of(kvcache, self._page_tokens)
+        parallel = get_parallel()
+        names = names_of(server_args, settings, parallel.dp_rank)
+        registration = PoolRegistration(settings, names, pool, server_args)
+        links = Link(settings.endpoint, "scheduler"), registration.link()
+        for link in links:
+            link.start(settings.connect_timeout_ms / 1000)
+        queue = self._send_queue(registration.on_gpu)
+        return RankCache(settings, names, links, registration.rank, queue, self.faults, self._page_tokens)
+
+    def _send_queue(self, on_gpu: bool) -> SendQueue:
+        """On a GPU messages wait for what the engine has queued on the pages, on the scheduler's stream and on the forward's."""
+        return OrderedSendQueue(lambda: _BothStreams(self.forward_stream)) if on_gpu else DirectSendQueue()
+
+    # ---- lookups and loads --------------------------------------------------------------------
+
+    @fenced(list)
+    def lookup(self, cache: RankCache, rid: str, transfers: list[PoolTransfer]) -> list[int]:
+        keys = _only(transfers).keys
+        return list(range(1, cache.lookup(rid, keys) + 1)) if keys else []
+
+    @fenced(False)
+    def load(self, cache: RankCache, rid: str, transfers: list[PoolTransfer]) -> bool:
+        transfer = _only(transfers)
+        return cache.load(rid, list(transfer.keys), self._pages(transfer.device_indices))
+
+    def start_layer_wise_loading(self) -> int:
+        """Nothing is left to load."""
+        return -1
+
+    def finish_layer_wise_loading(self, counter_index: int) -> bool:
+        return True
+
+    def cancel_queued_load(self, rid: str) -> bool:
+        return False
+
+    # ---- stores -------------------------------------------------------------------------------
+
+    @fenced(False)
+    def offload(self, cache: RankCache, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
+        transfer = _only(transfers)
+        return cache.store(list(transfer.keys), self._pages(transfer.device_indices))
+
+    @fenced(0)
+    def num_completed_offloads(self, cache: RankCache) -> int:
+        """SGLang's first call in each pass of its scheduler."""
+        cache.next_pass()
+        return cache.stores_ended()
+
+    @fenced(False)
+    def pop_completed_offload(self, cache: RankCache) -> bool:
+        return cache.pop_store()
+
+    # ---- lifecycle ----------------------------------------------------------------------------
+
+    @fenced()
+    def reset(self, cache: RankCache) -> None:
+        cache.reset()
+
+    @fenced()
+    def close(self, cache: RankCache) -> None:
+        cache.close()
+
+    def _pages(self, slots: torch.Tensor) -> list[int]:
+        """The pages of these slots, which are whole pages in order."""
+        pages: list[int] = (slots[:: self._page_tokens] // self._page_tokens).tolist()
+        assert len(pages) * self._page_tokens == len(slots), "slots of whole pages"
+        return pages
+
+
+def _only(transfers: list[PoolTransfer]) -> PoolTransfer:
+    (transfer,) = transfers
+    return transfer
+
+
+class _BothStreams:
+    """The work queued so far on the current stream, which chose the pages, and on the forward's, which may still write them."""
+
+    def __init__(self, forward_stream: Any) -> None:
+        self._streams = [None] if forward_stream is None else [None, forward_stream]
+        self._events = [torch.cuda.Event(blocking=True) for _ in self._streams]
+
+    def record(self) -> None:
+        for event, stream in zip(self._events, self._streams, strict=True):
+            event.record(stream)
+
+    def synchronize(self) -> None:
+        for event in self._events:
+            event.synchronize()
