@@ -7,14 +7,12 @@ absent, hangs or does not know the engine costs the engine nothing.
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 
 from kvserver.adapters.common.link import absence
+from kvserver.adapters.common.log import log
 from kvserver.protocol import EngineLoad, Error
 from kvserver.protocol.client import Channel
-
-log = logging.getLogger("vllm.kvserver")
 
 _CONNECT_SECONDS = 2.0
 _LONGEST_REST = 8  # intervals, for an engine that the daemon does not know

@@ -5,15 +5,13 @@ Owns: the keys, their defaults and costs. Refuses to know: who uses them.
 
 from __future__ import annotations
 
-import logging
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
 
+from kvserver.adapters.common.log import log
 from kvserver.protocol import allowed_values, default_endpoint, failed_field
-
-log = logging.getLogger("vllm.kvserver")
 
 PREFIX = "kvserver."
 REMOVED = {"settle_ms": "no step waits for stores"}  # ignored in this version, unknown in the next one

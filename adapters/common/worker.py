@@ -12,7 +12,6 @@ fault in one copy is that copy's alone.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -26,13 +25,12 @@ from kvserver.adapters.common.endings import Action, load_action, store_action
 from kvserver.adapters.common.faults import Faults
 from kvserver.adapters.common.link import WORDS, Link, Session
 from kvserver.adapters.common.load_ends import LoadEnds
+from kvserver.adapters.common.log import log
 from kvserver.adapters.common.send_queue import Message, NotSent, SendQueue
 from kvserver.adapters.common.settings import CommonSettings
 from kvserver.adapters.common.specs import LoadSpec, StoreSpec, ids_of
 from kvserver.adapters.common.steps import ASLEEP, NULL_BLOCK, StepPlan, StepReport
 from kvserver.protocol import Error, Reply, Retrieve, Store, Stored
-
-log = logging.getLogger("vllm.kvserver")
 
 _IDLE_WAIT_SECONDS = 0.001
 _SHUT_SECONDS = 1.0
@@ -103,6 +101,9 @@ class WorkerHalf:
         for load in plan.loads:
             if load.keys:
                 self._begin(load, self._settings.load_timeout_ms)
+
+    def is_in_flight(self, copy_id: int) -> bool:
+        return copy_id in self._copies
 
     def give_up(self, copy_id: int) -> None:
         """Cancel a copy before its deadline, and count it as a timeout: the engine waits no longer."""

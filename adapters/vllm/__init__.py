@@ -8,9 +8,11 @@ their blocks is done, and `link` keeps the connection to the daemon in a thread 
 requests the daemon's tiers, which are published as `events`.
 """
 
+from kvserver.adapters.common.log import log_below
 from kvserver.adapters.vllm.connector import KVServerConnector
 from kvserver.adapters.vllm_plugin import register
 
+log_below("vllm.kvserver")  # vLLM shows what is logged below its own logger
 register()  # where vLLM loads no plugins: MultiConnector finds the class of received statistics by the name
 
 __all__ = ["KVServerConnector"]

@@ -368,7 +368,8 @@ def test_faults_are_counted_where_they_were(make_daemon, make_engine, make_front
 def test_every_place_is_known_beforehand():
     """An alert on a counter sees its first increase only if it was there before."""
     found = set()
-    for path in Path(kvserver.adapters.vllm.__file__).parents[1].rglob("*.py"):
+    adapters = Path(kvserver.adapters.vllm.__file__).parents[1]
+    for path in (path for folder in ("common", "vllm") for path in (adapters / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func).rsplit(".", 1)[-1] in (
                 "_fault",
