@@ -237,4 +237,5 @@ $(VENV_SGLANG)/.installed: tests/sglang/requirements.txt tests/constraints.txt $
 	test -x $(VENV_SGLANG)/bin/python || $(PYTHON) -m venv $(VENV_SGLANG)
 	cd $(VENV_SGLANG)/lib/python3*/site-packages && printf '%s\n' $(CURDIR)/$(VENV_VLLM)/lib/python3*/site-packages $(CURDIR)/tests/support/sglang >beside.pth
 	$(VENV_SGLANG)/bin/python $(PIP) install $(CONSTRAINTS) --no-deps --ignore-installed -r tests/sglang/requirements.txt
+	$(VENV_SGLANG)/bin/python tests/sglang/engine_environment.py
 	touch $@

@@ -25,7 +25,7 @@ class _Asked:
     keys: list[str]  # of the pages that were looked up, as hexadecimal digits
 
     def hit_from(self, keys: Sequence[str]) -> int | None:
-        """How many of these pages the answer covers from the first on; None if it states nothing about them."""
+        """Count the pages that the answer covers, from the first on; None if it states nothing about them."""
         assert self.question.answer is not None
         hit = self.question.answer.hit_chunks
         if keys[0] == self.keys[0]:
@@ -37,9 +37,9 @@ class _Asked:
 
 
 class RememberedHits:
-    """`message` makes the Lookup of a request's keys, or None where nothing is to be looked up."""
+    """`message` makes the Lookup of a request's keys."""
 
-    def __init__(self, lookups: Lookups, message: Callable[[str, bytes], Lookup | None]) -> None:
+    def __init__(self, lookups: Lookups, message: Callable[[str, bytes], Lookup]) -> None:
         self._lookups = lookups
         self._message = message
         self._asked: OrderedDict[str, _Asked] = OrderedDict()
@@ -48,7 +48,7 @@ class RememberedHits:
         self._lookups.next_pass()
 
     def pages(self, request_id: str, keys: Sequence[str]) -> int:
-        """How many of these pages, from the first on, the daemon has; 0 while that is not known."""
+        """Count the pages that the daemon has, from the first on; 0 while that is not known."""
         keys = keys[:MAX_CHUNKS]
         asked = self._asked.get(request_id)
         if asked is not None and asked.question.answer is not None and asked.hit_from(keys) is None:
@@ -61,9 +61,7 @@ class RememberedHits:
         question = asked.question
         if self._lookups.must_send(question):
             packed = bytes.fromhex("".join(asked.keys))
-            if (message := self._message(request_id, packed)) is None:
-                return 0
-            self._lookups.send(question, message, _no_tail)
+            self._lookups.send(question, self._message(request_id, packed), _no_tail)
         answer = self._lookups.answer_to(question)
         return 0 if answer is None else asked.hit_from(keys) or 0
 

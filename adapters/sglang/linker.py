@@ -1,4 +1,4 @@
-"""`KVServerLinker`: SGLang's external linker over the daemon.
+"""SGLang's external linker over the daemon: `KVServerLinker`.
 
 Owns: construction, and the fence that keeps every exception of the linker out of the engine. Refuses to know: how anything is
 decided.
@@ -7,28 +7,32 @@ decided.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import sglang
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter, UnifiedCacheLinker
+from sglang.srt.mem_cache.utils import get_hash_str
 from sglang.srt.runtime_context import get_parallel
 
 from kvserver.adapters.common.exporter import CannotShare
 from kvserver.adapters.common.faults import Faults
 from kvserver.adapters.common.link import Link
+from kvserver.adapters.common.log import log
 from kvserver.adapters.common.planes import UnsupportedLayout
 from kvserver.adapters.common.send_queue import DirectSendQueue, OrderedSendQueue, SendQueue
 from kvserver.adapters.common.settings import read_settings
 from kvserver.adapters.sglang.cache import RankCache
+from kvserver.adapters.sglang.contract import differences, without_cache
+from kvserver.adapters.sglang.kept_slots import KeptSlots
+from kvserver.adapters.sglang.loads import LoadEnd
 from kvserver.adapters.sglang.names import names_of
 from kvserver.adapters.sglang.pools import pool_of
 from kvserver.adapters.sglang.registration import PoolRegistration
 from kvserver.adapters.sglang.settings import SGLangSettings
-
-log = logging.getLogger("kvserver")
+from kvserver.adapters.sglang.support import unsupported
 
 R = TypeVar("R")
 
@@ -38,7 +42,7 @@ def fenced(default: Any = None) -> Callable[[Callable[..., R]], Callable[..., R]
 
     def decorate(method: Callable[..., R]) -> Callable[..., R]:
         @functools.wraps(method)
-        def call(self: KVServerLinker, *args: Any, **kwargs: Any) -> Any:
+        def call(self: Linker, *args: Any, **kwargs: Any) -> Any:
             try:
                 if self.cache is not None:
                     return method(self, self.cache, *args, **kwargs)
@@ -51,7 +55,7 @@ def fenced(default: Any = None) -> Callable[[Callable[..., R]], Callable[..., R]
     return decorate
 
 
-class KVServerLinker(UnifiedCacheLinker):  # type: ignore[misc]
+class Linker(UnifiedCacheLinker):  # type: ignore[misc]
     def __init__(
         self,
         server_args: Any,
@@ -64,23 +68,28 @@ class KVServerLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.faults = Faults()
         self.cache: RankCache | None = None  # None: the engine runs without cache
         self.forward_stream = forward_stream
-        kvcache = params.token_to_kv_pool_allocator.get_kvcache()
-        self.pools = {PoolName.KV: kvcache}
         self.layer_done_counter = LayerWiseLoadCounter(0)  # no layer waits: a load is over before its batch begins
+        allocator = params.token_to_kv_pool_allocator
+        self.pools = {PoolName.KV: allocator.get_kvcache()}
+        self._page_tokens = int(params.page_size)
+        self._kept_slots = KeptSlots(allocator, self._page_tokens)
+        # SGLang compiles this when it is first used, for any linker. Without a compiler its first request would end the engine: better now.
+        get_hash_str([0], None, page_size=1)
         try:
-            self.cache = self._set_up(server_args, params, kvcache, extra_config)
-        except (UnsupportedLayout, CannotShare) as reason:
-            log.warning("kvserver: this engine runs without cache: %s", reason)
+            if (why := unsupported(server_args, self._page_tokens, components)) is None:
+                self.cache = self._set_up(server_args, allocator.get_kvcache(), extra_config)
+        except (UnsupportedLayout, CannotShare, ValueError) as reason:  # ValueError: of a setting
+            why = str(reason)
         except Exception as error:
             self.faults.count("construction", error)
+            why = "see the fault above"
+        if why is not None:
+            log.warning("kvserver: this engine runs without cache: %s", why)
 
-    def _set_up(self, server_args: Any, params: Any, kvcache: Any, extra_config: dict[str, Any]) -> RankCache:
+    def _set_up(self, server_args: Any, kvcache: Any, extra_config: dict[str, Any]) -> RankCache:
         settings = read_settings(SGLangSettings, extra_config)
-        self._page_tokens = int(params.page_size)
-        pool = pool_of(kvcache, self._page_tokens)
-        parallel = get_parallel()
-        names = names_of(server_args, settings, parallel.dp_rank)
-        registration = PoolRegistration(settings, names, pool, server_args)
+        names = names_of(server_args, settings, get_parallel().dp_rank)
+        registration = PoolRegistration(settings, names, pool_of(kvcache, self._page_tokens), server_args)
         links = Link(settings.endpoint, "scheduler"), registration.link()
         for link in links:
             link.start(settings.connect_timeout_ms / 1000)
@@ -100,11 +109,18 @@ class KVServerLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     @fenced(False)
     def load(self, cache: RankCache, rid: str, transfers: list[PoolTransfer]) -> bool:
+        """Copy the pages now: SGLang aborts a request whose load fails later, and computes one whose load is refused."""
         transfer = _only(transfers)
-        return cache.load(rid, list(transfer.keys), self._pages(transfer.device_indices))
+        copy_id, end = cache.load(rid, list(transfer.keys), self._pages(transfer.device_indices))
+        if end is LoadEnd.STILL_WRITTEN:
+            self._kept_slots.keep(copy_id, transfer.device_indices)
+            transfer.device_indices = transfer.device_indices[:0]  # SGLang frees what a refused transfer names
+        return end is LoadEnd.LOADED
 
-    def start_layer_wise_loading(self) -> int:
-        """Nothing is left to load."""
+    @fenced(-1)
+    def start_layer_wise_loading(self, cache: RankCache) -> int:
+        """SGLang is about to run a batch that prefills. Nothing is left to load."""
+        cache.batch_begins()
         return -1
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
@@ -123,7 +139,11 @@ class KVServerLinker(UnifiedCacheLinker):  # type: ignore[misc]
     @fenced(0)
     def num_completed_offloads(self, cache: RankCache) -> int:
         """SGLang's first call in each pass of its scheduler."""
+        self._kept_slots.hold_back()
         cache.next_pass()
+        for copy_id in self._kept_slots.copies:
+            if not cache.is_in_flight(copy_id):
+                self._kept_slots.release(copy_id)
         return cache.stores_ended()
 
     @fenced(False)
@@ -134,6 +154,7 @@ class KVServerLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     @fenced()
     def reset(self, cache: RankCache) -> None:
+        self._kept_slots.flushed()
         cache.reset()
 
     @fenced()
@@ -166,3 +187,13 @@ class _BothStreams:
     def synchronize(self) -> None:
         for event in self._events:
             event.synchronize()
+
+
+_differences = differences(UnifiedCacheLinker)
+KVServerLinker: type = Linker
+if _differences:
+    KVServerLinker = without_cache(
+        UnifiedCacheLinker,
+        f"SGLang {sglang.__version__} has another linker interface: {'; '.join(_differences)}",
+        lambda: LayerWiseLoadCounter(0),
+    )

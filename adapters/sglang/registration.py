@@ -1,26 +1,23 @@
-"""What one rank registers with the daemon: where its KV cache lies, and what must agree before it is shared.
+"""The registration of one rank: where its KV cache lies, and what must agree before it is shared.
 
 Owns: the shared memory of the rank's pool, and the identity. Refuses to know: copies, and SGLang's calls.
 """
 
 from __future__ import annotations
 
-import logging
 from dataclasses import asdict
 from functools import cached_property
 from typing import Any
 
-import sglang
-
 from kvserver.adapters.common.link import GPU_MARGIN_SECONDS, WORDS, Link, Registration
+from kvserver.adapters.common.log import log
 from kvserver.adapters.common.memory import share
 from kvserver.adapters.common.notices import EngineNames
 from kvserver.adapters.common.worker import PositionSize, Rank
+from kvserver.adapters.sglang.identity import SGLangIdentity, arguments_identity, with_model
 from kvserver.adapters.sglang.pools import KVPool, read_addresses_again
 from kvserver.adapters.sglang.settings import SGLangSettings
-from kvserver.protocol import Counted, HelloReply, RegisterWorker, block_bytes
-
-log = logging.getLogger("kvserver")
+from kvserver.protocol import HelloReply, RegisterWorker, block_bytes
 
 CHUNK_PAGES = (
     1  # a linker is not told where in the prompt its keys begin, so chunks of several pages could not be aligned
@@ -30,7 +27,9 @@ CHUNK_PAGES = (
 class PoolRegistration:
     def __init__(self, settings: SGLangSettings, names: EngineNames, pool: KVPool, server_args: Any) -> None:
         """UnsupportedLayout or CannotShare. Moves the pool's memory, if it is of CPUs."""
-        self.on_gpu = any(tensor.is_cuda for tensor in pool.tensors.values())
+        device = next(iter(pool.tensors.values())).device
+        self.on_gpu = device.type == "cuda"
+        self._identity = arguments_identity(server_args, device)
         self._settings, self._names, self._pool, self._server_args = settings, names, pool, server_args
         self._caches = share(pool.tensors, pool.pages, block_dimension=0)
         if not self.on_gpu:
@@ -54,12 +53,18 @@ class PoolRegistration:
                 chunk_blocks=CHUNK_PAGES,
                 groups=pool.groups,
                 layout=caches.layout,
-                counted=self._counted,
+                counted=self._whole_identity.fields(),
+                private=self._whole_identity.private,
+                machine_only=self._whole_identity.machine_only,
             )
 
         margin = GPU_MARGIN_SECONDS if self.on_gpu else 0.0
         return Link(self._settings.endpoint, f"rank {self.rank.number}", Registration(caches.fds, message, margin))
 
     @cached_property
-    def _counted(self) -> tuple[Counted, ...]:
-        return (Counted("sglang", sglang.__version__, sglang.__version__),)
+    def _whole_identity(self) -> SGLangIdentity:
+        """The identity with the weights, read once, in the link's thread: it may take seconds."""
+        whole = with_model(self._identity, self._server_args, self._settings)
+        if whole.private:
+            log.warning("kvserver: this engine shares KV with no other: %s", whole.private)
+        return whole

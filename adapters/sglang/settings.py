@@ -1,4 +1,4 @@
-"""What an operator may set in `linker_extra_config`, beside what any engine has.
+"""Settings in `linker_extra_config`, beside those of any engine.
 
 Owns: the keys, their defaults and costs. Refuses to know: who uses them.
 """
@@ -28,6 +28,13 @@ class SGLangSettings(CommonSettings, frozen=True, kw_only=True):
             description="How long SGLang's scheduler waits for one load at most. After that the load is cancelled, and the engine computes the tokens.",
         ),
     ] = 1_000.0
+    load_share: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="How long the scheduler waits for one load at most, as a part of the time in which the engine would compute its tokens. Both rates are measured.",
+        ),
+    ] = 0.25
     model_version: Annotated[
         str,
         Meta(

@@ -13,6 +13,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from engine_environment import ENVIRONMENT
+
 Prompt = list[int]
 PAGE = 32
 START_SECONDS = 600
@@ -65,13 +67,7 @@ class Engine:
                 "unified_cache_external_linker_backend": "dynamic",
                 "unified_cache_external_linker_config": config,
             }
-        environ = {
-            **os.environ,
-            "SGLANG_USE_CPU_ENGINE": "1",
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
-            **(environ or {}),
-        }
+        environ = {**ENVIRONMENT, **(environ or {})}
         self._log_file = log.open("w")
         self.process = subprocess.Popen(
             [*NICE, sys.executable, str(Path(__file__).with_name("engine_main.py")), json.dumps(arguments)],
