@@ -1,4 +1,4 @@
-"""How long SGLang's scheduler may wait for a load, and how much can be copied in that time.
+"""Bounds of a load: the time that SGLang's scheduler may wait for it, and the pages that are copied in that time.
 
 A load runs on the scheduler's thread, so all requests of the engine wait for it. It is worth that only while it takes a small part of
 the time that computing its tokens would.
@@ -28,12 +28,12 @@ class Budget:
         self._computed = 0  # tokens of the batches begun since
 
     def seconds(self, pages: int) -> float:
-        """How long the load of so many pages may take."""
+        """Bound the time of a load of so many pages."""
         computing = pages * self._page_tokens / self._prefill * self._share if self._prefill else self._most_seconds
         return min(self._most_seconds, max(_LEAST_SECONDS, computing))
 
     def affordable(self, pages: int) -> int:
-        """How many of these pages can be copied in the time that their load may take."""
+        """Count the pages, of these, that are copied in the time that their load may take."""
         if not self._copying:
             return pages
         pays = not self._prefill or self._copying * self._page_tokens * self._share >= self._prefill

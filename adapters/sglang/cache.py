@@ -46,7 +46,9 @@ class RankCache:
         self._dispatcher = Dispatcher(self._link, self.counters, faults)
         self._dispatcher.on_session.append(self._begin_session)
         self._introduction = Introduction(self._dispatcher, self._description)
-        self._hits = RememberedHits(Lookups(self._dispatcher, settings, self.counters), self._lookup_message)
+        self._hits = RememberedHits(
+            Lookups(self._dispatcher, settings, self.counters, answers_before_fills=True), self._lookup_message
+        )
         self._half = WorkerHalf(settings, send_queue, faults, rank, worker_link)
         self._budget = Budget(settings.load_wait_ms / 1000, settings.load_share, page_tokens)
         self._epochs = WeightEpochs(names.incarnation, settings.on_prefix_reset)

@@ -55,7 +55,7 @@ class RememberedHits:
             self.forget(request_id)
             asked = None
         if asked is None:
-            asked = self._asked[request_id] = _Asked(Question(waits_for_fills=False), list(keys))
+            asked = self._asked[request_id] = _Asked(Question(), list(keys))
             if len(self._asked) > MOST_REMEMBERED:
                 self.forget(next(iter(self._asked)))
         question = asked.question

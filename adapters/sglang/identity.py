@@ -1,4 +1,4 @@
-"""What must agree before KV may be shared, read from SGLang's resolved arguments.
+"""Facts that must agree before KV may be shared, read from SGLang's resolved arguments.
 
 Every argument counts unless `harmless` lists it; so do SGLang's version, the device, variables of SGLang's, the model's configuration
 and the content of its files. What has no form that another process would give it too makes the engine private.

@@ -1,9 +1,9 @@
-"""Slots of SGLang's that a load may still write, although nobody waits for it any more.
+"""Slots of SGLang's that a load may still write after the wait for it has ended.
 
 SGLang frees the slots of a refused load at once. A daemon that was stopped in the middle of a copy goes on writing when it
-continues, so these slots must be nobody's until the copy has ended: they are taken out of the refused transfer, and this is their
-owner until it returns them to SGLang's allocator. SGLang's idle check would take them for a leak and end the engine, so it only
-warns meanwhile.
+continues. So these slots must not be used until the copy has ended. They are taken out of the refused transfer, and belong to
+`KeptSlots` until it returns them to SGLang's allocator. SGLang's idle check would take them for a leak and end the engine, so the
+check only warns meanwhile.
 
 Owns: those slots. Refuses to know: when a copy has ended.
 """

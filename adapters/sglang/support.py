@@ -42,7 +42,7 @@ _ONE = {  # argument -> reason, where it is more than 1
 
 
 def unsupported(server_args: Any, page_tokens: int, components: Any) -> str | None:
-    """Why this engine runs without cache, or None."""
+    """Find a reason to run without cache."""
     args = resolved_view(server_args)
     for name, reason in _REFUSED.items():
         if getattr(args, name, None):
