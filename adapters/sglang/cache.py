@@ -126,6 +126,12 @@ class RankCache:
         self._stores[number] = None
         return True
 
+    def drop_newest_store(self) -> None:
+        """Cancel the store that was begun last: another rank has begun none."""
+        number = next(reversed(self._stores))
+        del self._stores[number]
+        self._half.start_loads(StepPlan(abort_stores=[number]))
+
     def stores_ended(self) -> int:
         """Count the stores that have ended, from the oldest on."""
         return sum(1 for _ in itertools.takewhile(lambda whole: whole is not None, self._stores.values()))

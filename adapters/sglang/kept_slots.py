@@ -11,6 +11,7 @@ Owns: those slots. Refuses to know: when a copy has ended.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,28 +23,29 @@ class KeptSlots:
     def __init__(self, allocator: Any, page_tokens: int) -> None:
         self._allocator = allocator
         self._page_tokens = page_tokens
-        self._slots: dict[int, torch.Tensor] = {}  # by the number of the copy that may write them
+        self._kept: list[tuple[int, torch.Tensor]] = []  # the number of the copy that may write them, and the slots
         self._flushed = False
         self._strict: str | None = None  # the operator's setting
 
-    def __bool__(self) -> bool:
-        return bool(self._slots)
-
     @property
     def copies(self) -> list[int]:
-        return list(self._slots)
+        """The numbers of the copies, in the order in which their slots were kept."""
+        return [copy_id for copy_id, _ in self._kept]
 
     def keep(self, copy_id: int, slots: torch.Tensor) -> None:
-        if not self._slots:
+        if not self._kept:
             self._strict = os.environ.get(_STRICT)
             os.environ[_STRICT] = "false"
-        self._slots[copy_id] = slots
+        self._kept.append((copy_id, slots))
 
-    def release(self, copy_id: int) -> None:
-        """Return the slots to SGLang: the copy has ended."""
+    def release(self, ended: Sequence[bool]) -> None:
+        """Return slots to SGLang. `ended`: by copy, as `copies` has them."""
         self.hold_back()
-        self._allocator.free(self._slots.pop(copy_id))
-        if not self._slots:
+        was_empty, over = not self._kept, [slots for (_, slots), end in zip(self._kept, ended, strict=True) if end]
+        self._kept = [kept for kept, end in zip(self._kept, ended, strict=True) if not end]
+        for slots in over:
+            self._allocator.free(slots)
+        if not self._kept and not was_empty:
             if self._strict is None:
                 del os.environ[_STRICT]
             else:
@@ -55,8 +57,8 @@ class KeptSlots:
 
     def hold_back(self) -> None:
         """Take the slots out of the free ones again, where a flush has put them. REQUIRES: nothing was allocated since the flush."""
-        if self._flushed and self._slots:
-            pages = torch.cat(list(self._slots.values())) // self._page_tokens
+        if self._flushed and self._kept:
+            pages = torch.cat([slots for _, slots in self._kept]) // self._page_tokens
             free = self._allocator.free_pages
             self._allocator.free_pages = free[~torch.isin(free, pages)]
         self._flushed = False

@@ -30,8 +30,10 @@ from kvserver.adapters.sglang.kept_slots import KeptSlots
 from kvserver.adapters.sglang.loads import LoadEnd
 from kvserver.adapters.sglang.names import names_of
 from kvserver.adapters.sglang.pools import pool_of
+from kvserver.adapters.sglang.ranks import Ranks, ranks_of
 from kvserver.adapters.sglang.registration import PoolRegistration
 from kvserver.adapters.sglang.settings import SGLangSettings
+from kvserver.adapters.sglang.streams import BothStreams
 from kvserver.adapters.sglang.support import unsupported
 
 R = TypeVar("R")
@@ -75,8 +77,10 @@ class Linker(UnifiedCacheLinker):  # type: ignore[misc]
         self._kept_slots = KeptSlots(allocator, self._page_tokens)
         # SGLang compiles this when it is first used, for any linker. Without a compiler its first request would end the engine: better now.
         get_hash_str([0], None, page_size=1)
+        self._ranks = Ranks()
         try:
             if (why := unsupported(server_args, self._page_tokens, components)) is None:
+                self._ranks = ranks_of(params, get_parallel().tp_rank, get_parallel().tp_size)
                 self.cache = self._set_up(server_args, allocator.get_kvcache(), extra_config)
         except (UnsupportedLayout, CannotShare, ValueError) as reason:  # ValueError: of a setting
             why = str(reason)
@@ -88,8 +92,9 @@ class Linker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def _set_up(self, server_args: Any, kvcache: Any, extra_config: dict[str, Any]) -> RankCache:
         settings = read_settings(SGLangSettings, extra_config)
-        names = names_of(server_args, settings, get_parallel().dp_rank)
-        registration = PoolRegistration(settings, names, pool_of(kvcache, self._page_tokens), server_args)
+        names = names_of(server_args, settings, self._ranks, get_parallel().dp_rank)
+        pool = pool_of(kvcache, self._page_tokens)
+        registration = PoolRegistration(settings, names, self._ranks, pool, server_args)
         links = Link(settings.endpoint, "scheduler"), registration.link()
         for link in links:
             link.start(settings.connect_timeout_ms / 1000)
@@ -98,7 +103,7 @@ class Linker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def _send_queue(self, on_gpu: bool) -> SendQueue:
         """On a GPU messages wait for what the engine has queued on the pages, on the scheduler's stream and on the forward's."""
-        return OrderedSendQueue(lambda: _BothStreams(self.forward_stream)) if on_gpu else DirectSendQueue()
+        return OrderedSendQueue(lambda: BothStreams(self.forward_stream)) if on_gpu else DirectSendQueue()
 
     # ---- lookups and loads --------------------------------------------------------------------
 
@@ -107,15 +112,20 @@ class Linker(UnifiedCacheLinker):  # type: ignore[misc]
         keys = _only(transfers).keys
         return list(range(1, cache.lookup(rid, keys) + 1)) if keys else []
 
-    @fenced(False)
-    def load(self, cache: RankCache, rid: str, transfers: list[PoolTransfer]) -> bool:
+    def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
         """Copy the pages now: SGLang aborts a request whose load fails later, and computes one whose load is refused."""
-        transfer = _only(transfers)
-        copy_id, end = cache.load(rid, list(transfer.keys), self._pages(transfer.device_indices))
-        if end is LoadEnd.STILL_WRITTEN:
+        copy_id, end = self._load(rid, transfers)
+        (least,) = self._ranks.least([end])
+        if least == LoadEnd.STILL_WRITTEN:  # on any rank: all must have equally many free slots
+            transfer = _only(transfers)
             self._kept_slots.keep(copy_id, transfer.device_indices)
             transfer.device_indices = transfer.device_indices[:0]  # SGLang frees what a refused transfer names
-        return end is LoadEnd.LOADED
+        return least == LoadEnd.LOADED
+
+    @fenced(lambda: (0, LoadEnd.FAILED))
+    def _load(self, cache: RankCache, rid: str, transfers: list[PoolTransfer]) -> tuple[int, LoadEnd]:
+        transfer = _only(transfers)
+        return cache.load(rid, list(transfer.keys), self._pages(transfer.device_indices))
 
     @fenced(-1)
     def start_layer_wise_loading(self, cache: RankCache) -> int:
@@ -131,19 +141,31 @@ class Linker(UnifiedCacheLinker):  # type: ignore[misc]
 
     # ---- stores -------------------------------------------------------------------------------
 
+    def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
+        begun = self._store(transfers)
+        if self._ranks.least([begun]) == [True]:
+            return True
+        if begun and self.cache is not None:
+            self.cache.drop_newest_store()
+        return False
+
     @fenced(False)
-    def offload(self, cache: RankCache, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
+    def _store(self, cache: RankCache, transfers: list[PoolTransfer]) -> bool:
         transfer = _only(transfers)
         return cache.store(list(transfer.keys), self._pages(transfer.device_indices))
 
-    @fenced(0)
-    def num_completed_offloads(self, cache: RankCache) -> int:
+    def num_completed_offloads(self) -> int:
         """SGLang's first call in each pass of its scheduler."""
+        ended = self._next_pass()
+        if copies := self._kept_slots.copies:
+            done = [self.cache is None or not self.cache.is_in_flight(copy_id) for copy_id in copies]
+            self._kept_slots.release([bool(done) for done in self._ranks.least(done)])
+        return ended
+
+    @fenced(0)
+    def _next_pass(self, cache: RankCache) -> int:
         self._kept_slots.hold_back()
         cache.next_pass()
-        for copy_id in self._kept_slots.copies:
-            if not cache.is_in_flight(copy_id):
-                self._kept_slots.release(copy_id)
         return cache.stores_ended()
 
     @fenced(False)
@@ -171,22 +193,6 @@ class Linker(UnifiedCacheLinker):  # type: ignore[misc]
 def _only(transfers: list[PoolTransfer]) -> PoolTransfer:
     (transfer,) = transfers
     return transfer
-
-
-class _BothStreams:
-    """The work queued so far on the current stream, which chose the pages, and on the forward's, which may still write them."""
-
-    def __init__(self, forward_stream: Any) -> None:
-        self._streams = [None] if forward_stream is None else [None, forward_stream]
-        self._events = [torch.cuda.Event(blocking=True) for _ in self._streams]
-
-    def record(self) -> None:
-        for event, stream in zip(self._events, self._streams, strict=True):
-            event.record(stream)
-
-    def synchronize(self) -> None:
-        for event in self._events:
-            event.synchronize()
 
 
 _differences = differences(UnifiedCacheLinker)

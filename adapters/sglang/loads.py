@@ -19,10 +19,12 @@ from kvserver.adapters.common.worker import WorkerHalf
 _END_SECONDS = 1.0  # a cancelled load is reported long before, also where the daemon does not acknowledge
 
 
-class LoadEnd(enum.Enum):
-    LOADED = enum.auto()
-    FAILED = enum.auto()  # no process writes the slots
-    STILL_WRITTEN = enum.auto()  # failed, and the slots must stay out of use while the copy is in flight
+class LoadEnd(enum.IntEnum):
+    """The least of all ranks' counts."""
+
+    STILL_WRITTEN = 0  # failed, and the slots must stay out of use while the copy is in flight
+    FAILED = 1  # no process writes the slots
+    LOADED = 2
 
 
 def load(half: WorkerHalf, spec: LoadSpec, seconds: float, faults: Faults) -> LoadEnd:

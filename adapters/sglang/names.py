@@ -9,12 +9,13 @@ import uuid
 from typing import Any
 
 from kvserver.adapters.common.notices import EngineNames
+from kvserver.adapters.sglang.ranks import Ranks
 from kvserver.adapters.sglang.settings import SGLangSettings
 
 
-def names_of(server_args: Any, settings: SGLangSettings, data_parallel_rank: int | None) -> EngineNames:
-    """`data_parallel_rank`: None where there is one replica. Each has a scheduler, and so a name, of its own."""
-    incarnation = uuid.uuid4().hex
+def names_of(server_args: Any, settings: SGLangSettings, ranks: Ranks, data_parallel_rank: int | None) -> EngineNames:
+    """`data_parallel_rank`: None where there is one replica. Each has schedulers, and so a name, of its own."""
+    incarnation = ranks.of_first(uuid.uuid4().hex)
     name = settings.engine_id or f"sglang-{incarnation[:12]}"
     if data_parallel_rank is not None:
         name = f"{name}_dp{data_parallel_rank}"

@@ -43,6 +43,8 @@ def pool_of(kvcache: Any, page_tokens: int) -> KVPool:
         raise UnsupportedLayout(
             f"a KV cache pool of kind {kind}; plain pools of MHA and MLA are served, without scales and indexers"
         )
+    if getattr(kvcache, "post_capture_active", False):
+        raise UnsupportedLayout("the KV cache gets its memory after CUDA graphs were captured")
     pages, rest = divmod(kvcache.size + kvcache.page_size, page_tokens)
     if rest:
         raise UnsupportedLayout(f"{kvcache.size + kvcache.page_size} tokens are no whole pages of {page_tokens}")

@@ -16,6 +16,7 @@ from kvserver.adapters.common.notices import EngineNames
 from kvserver.adapters.common.worker import PositionSize, Rank
 from kvserver.adapters.sglang.identity import SGLangIdentity, arguments_identity, with_model
 from kvserver.adapters.sglang.pools import KVPool, read_addresses_again
+from kvserver.adapters.sglang.ranks import Ranks
 from kvserver.adapters.sglang.settings import SGLangSettings
 from kvserver.protocol import HelloReply, RegisterWorker, block_bytes
 
@@ -25,7 +26,9 @@ CHUNK_PAGES = (
 
 
 class PoolRegistration:
-    def __init__(self, settings: SGLangSettings, names: EngineNames, pool: KVPool, server_args: Any) -> None:
+    def __init__(
+        self, settings: SGLangSettings, names: EngineNames, ranks: Ranks, pool: KVPool, server_args: Any
+    ) -> None:
         """UnsupportedLayout or CannotShare. Moves the pool's memory, if it is of CPUs."""
         device = next(iter(pool.tensors.values())).device
         self.on_gpu = device.type == "cuda"
@@ -34,7 +37,8 @@ class PoolRegistration:
         self._caches = share(pool.tensors, pool.pages, block_dimension=0)
         if not self.on_gpu:
             read_addresses_again(pool.kvcache)
-        self.rank = Rank(0, [PositionSize(1, block_bytes(self._caches.planes))])
+        self._world_size = ranks.size
+        self.rank = Rank(ranks.number, [PositionSize(1, block_bytes(self._caches.planes))])
 
     def link(self) -> Link:
         caches, pool = self._caches, self._pool
@@ -43,7 +47,7 @@ class PoolRegistration:
             return RegisterWorker(
                 **asdict(self._names),
                 rank=self.rank.number,
-                world_size=1,
+                world_size=self._world_size,
                 attachment=attachment,
                 memory=caches.memory,
                 words=WORDS,

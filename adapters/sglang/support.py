@@ -23,6 +23,7 @@ _REFUSED = {  # argument -> reason, where it is set
     "speculative_algorithm": "KV of drafts depends on tokens that the keys do not cover",
     "enable_multimodal": "keys have 30 bits of the digest of an image",
     "enable_pdmux": "prefill and decoding run on streams of their own",
+    "enable_dp_attention": "groups of ranks serve different requests",
     "dllm_algorithm": "KV of a block is written again while it is computed",
     "enable_mis": "the KV of a token depends on more than the tokens before it",
     "prefill_only_disable_kv_cache": "there is no KV cache",
@@ -33,8 +34,8 @@ _REFUSED = {  # argument -> reason, where it is set
 }
 _MODALITIES = ("vision_config", "audio_config", "vision_tower", "thinker_config")  # in a model's configuration
 _ONE = {  # argument -> reason, where it is more than 1
-    "tp_size": "results of ranks are not reduced yet",
     "pp_size": "stages are not served yet",
+    "attn_dp_size": "groups of ranks serve different requests",
     "attn_cp_size": "ranks hold different tokens of a page",
     "dcp_size": "ranks hold different tokens of a page",
     "nnodes": "ranks on several machines have several daemons",

@@ -29,6 +29,10 @@ class Engines:
             self._engines[name] = engine
         return engine
 
+    def end(self, name: str) -> None:
+        if (engine := self._engines.pop(name, None)) is not None:
+            engine.kill()
+
     def close(self) -> None:
         for engine in self._engines.values():
             engine.kill()

@@ -38,6 +38,7 @@ class Engine:
         log: Path,
         *,
         extra: dict[str, Any] | None = None,
+        linker: tuple[str, str] = ("kvserver.adapters.sglang", "KVServerLinker"),
         environ: dict[str, str] | None = None,
         **options: Any,
     ) -> None:
@@ -58,8 +59,8 @@ class Engine:
         } | options
         if endpoint is not None:
             config = {
-                "linker": "KVServerLinker",
-                "linker_module_path": "kvserver.adapters.sglang",
+                "linker_module_path": linker[0],
+                "linker": linker[1],
                 "linker_extra_config": {"kvserver.endpoint": endpoint, **EXTRA, **(extra or {})},
             }
             arguments |= {

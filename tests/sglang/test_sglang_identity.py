@@ -92,7 +92,7 @@ def test_a_variable_of_sglang_changes_the_identity(folder: Path, monkeypatch: py
     ("options", "flag"),
     [
         ({"enable_memory_saver": True}, "--enable-memory-saver"), ({"enable_lora": True}, "--enable-lora"),
-        ({"speculative_algorithm": "NGRAM"}, "--speculative-algorithm"), ({"tp_size": 2}, "--tp-size 2"),
+        ({"speculative_algorithm": "NGRAM"}, "--speculative-algorithm"), ({"pp_size": 2}, "--pp-size 2"),
         ({"disaggregation_mode": "prefill"}, "--disaggregation-mode prefill"), ({"page_size": 1}, "--page-size 1"),
     ],
     ids=str,

@@ -46,7 +46,7 @@ def test_kept_slots_are_not_allocated_after_a_flush_until_they_are_released(
     kept_slots.hold_back()
     assert all_free(allocator) & kept == set()
     assert allocator.available_size() == (PAGES - 3) * PAGE
-    kept_slots.release(1)
+    kept_slots.release([True])
     assert allocator.available_size() == PAGES * PAGE
     assert kept < all_free(allocator)
 
@@ -56,7 +56,7 @@ def test_slots_released_between_a_flush_and_the_next_pass_are_free_once(allocato
     kept_slots.keep(1, allocator.alloc(2 * PAGE))
     kept_slots.flushed()
     allocator.clear()
-    kept_slots.release(1)
+    kept_slots.release([True])
     assert allocator.available_size() == PAGES * PAGE
     assert len(all_free(allocator)) == PAGES * PAGE
 
@@ -72,7 +72,8 @@ def test_the_idle_check_only_warns_while_slots_are_kept(
     kept_slots = KeptSlots(allocator, PAGE)
     kept_slots.keep(1, allocator.alloc(PAGE))
     kept_slots.keep(2, allocator.alloc(PAGE))
-    kept_slots.release(1)
+    kept_slots.release([True, False])
     assert os.environ[STRICT] == "false"
-    kept_slots.release(2)
+    assert kept_slots.copies == [2]
+    kept_slots.release([True])
     assert os.environ.get(STRICT) == before
