@@ -7,8 +7,9 @@ from typing import Literal
 
 import pytest
 from conftest import Engines
+from sglang_engines import PAGE
 from support.daemon import wait_until
-from test_sglang_outputs import Make, Start, cached, wait_for_stores
+from test_sglang_outputs import Make, Start, wait_for_stores
 
 from kvserver.adapters.sglang.epochs import WeightEpochs
 from kvserver.protocol import Durability
@@ -46,15 +47,15 @@ def test_an_engine_shares_with_itself_only_after_a_flush_and_states_why(
     daemon = start_daemon(private, other)
     texts = [prompt(1, 500), prompt(2, 500)]
     private.generate([texts[0]])
-    wait_for_stores(daemon, 500 // 32)
+    wait_for_stores(daemon, 500 // PAGE)
+    assert [instance["private"] for instance in daemon.status()["instances"]] == ["", ""]
     private.flush()
     assert private.generate([texts[0]])[0]["cached_tokens"] == 0, "stored before the reset"
     private.generate([texts[1]])
-    wait_for_stores(daemon, 3 * (500 // 32))
+    wait_for_stores(daemon, 3 * (500 // PAGE))
     assert other.generate(texts)[1]["cached_tokens"] == 0
     wait_until(
         lambda: [i for i in daemon.status()["instances"] if i["private"] == "epoch: private since prefix reset"],
         10,
         "the reason in /status",
     )
-    assert cached(500) == 480
