@@ -8,6 +8,7 @@
 #   make test-versions  real engines of each vLLM that README names, or of VERSIONS; 4 GB below build/versions
 #   make test-newest    the same with the newest vLLM that there is for CPUs
 #   make test-older     some tests without a model beside the schedulers of one older vLLM, as in CI
+#   make test-sglang   the daily tests with a real SGLang, in a venv of its own beside that of vLLM
 #   make test-gpu   the tests that need a GPU; KVSERVER_REQUIRE_GPU=1 fails without one
 #   make test-gpu-simulated   the same over a simulated one, as far as they can
 #   make bench-gpu  those and the benchmarks that need a GPU, in PYTHON's environment, which has torch
@@ -24,6 +25,7 @@
 PYTHON ?= python3
 VENV := .venv
 VENV_VLLM := .venv-vllm
+VENV_SGLANG := .venv-sglang
 # Tests start hundreds of daemons; each would compile its sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 # With ccache a source is compiled once for all checkouts.
@@ -70,15 +72,17 @@ RANKS := tests/vllm/test_vllm_ranks.py tests/vllm/test_vllm_mla.py tests/vllm/te
 # What engines run model runner V2 with: tests/vllm/runner_v2.
 RUNNER_V2 := $(VENV_VLLM)/runner_v2/.built
 IN_VLLM := KVSERVER_BIN=$(CURDIR)/$(VENV)/bin/kvserver $(VENV_VLLM)/bin/$(PYTEST)
+SGLANG_TESTS := tests/sglang
+IN_SGLANG := KVSERVER_BIN=$(CURDIR)/$(VENV)/bin/kvserver $(VENV_SGLANG)/bin/$(PYTEST)
 # In CI, beside the one in $(VENV_VLLM).
 OLDER := 0.30.0
 IN_VERSIONS := KVSERVER_BIN=$(CURDIR)/$(VENV)/bin/kvserver $(VENV_VLLM)/bin/python tests/versions/run.py
 # After a run of one half of the tests: ARGS may select none of it.
 NONE_SELECTED = $(if $(ARGS),[ $$? = 5 ],false)
 # What runs in $(VENV).
-CORE_TESTS := $(addprefix --ignore=,$(ENGINE_TESTS)) --ignore=tests/gpu --ignore=tests/versions
+CORE_TESTS := $(addprefix --ignore=,$(ENGINE_TESTS) $(SGLANG_TESTS)) --ignore=tests/gpu --ignore=tests/versions
 
-.PHONY: wheel sdist image run test test-long test-core test-vllm test-versions test-newest test-older test-gpu test-gpu-simulated check sanitize format docs dashboard demo bench bench-gpu mutation clean rules FORCE
+.PHONY: wheel sdist image run test test-long test-core test-vllm test-sglang test-versions test-newest test-older test-gpu test-gpu-simulated check sanitize format docs dashboard demo bench bench-gpu mutation clean rules FORCE
 
 run: $(VENV)/.installed
 	$(VENV)/bin/kvserver serve
@@ -95,6 +99,8 @@ bench: $(VENV)/.installed $(VENV_VLLM)/.installed
 test: test-core test-gpu-simulated
 	@if $(MAKE) $(VENV_VLLM)/.installed; then $(MAKE) test-vllm; \
 	else echo 'make test: SKIPPED the tests with a real vLLM: its venv could not be built, see above'; [ -z "$$KVSERVER_STRICT_SKIPS" ]; fi
+	@if $(MAKE) $(VENV_SGLANG)/.installed; then $(MAKE) test-sglang; \
+	else echo 'make test: SKIPPED the tests with a real SGLang: its venv could not be built, see above'; [ -z "$$KVSERVER_STRICT_SKIPS" ]; fi
 
 test-core: $(VENV)/.installed build/wheel/.built $(BROWSER)
 	$(VENV)/bin/$(PYTEST) $(CORE_LANES) $(DAILY) $(CORE_TESTS) $(ARGS)
@@ -115,9 +121,13 @@ test-vllm: $(VENV)/.installed $(VENV_VLLM)/.installed $(RUNNER_V2)
 	$(IN_VLLM) $(LANES) --no-loadscope-reorder $(DAILY) $(REAL_ENGINES) $(addprefix --ignore=,$(RANKS)) $(ARGS) || $(NONE_SELECTED)
 	$(IN_VLLM) $(DAILY) $(RANKS) $(ARGS) || $(NONE_SELECTED)
 
-test-long: $(VENV)/.installed $(VENV_VLLM)/.installed $(RUNNER_V2) $(BROWSER) build/routers/.installed
+test-sglang: $(VENV)/.installed $(VENV_VLLM)/.installed $(VENV_SGLANG)/.installed
+	$(IN_SGLANG) $(DAILY) $(SGLANG_TESTS) $(ARGS) || $(NONE_SELECTED)
+
+test-long: $(VENV)/.installed $(VENV_VLLM)/.installed $(VENV_SGLANG)/.installed $(RUNNER_V2) $(BROWSER) build/routers/.installed
 	KVSERVER_TEST_PROPERTIES=long $(VENV)/bin/$(PYTEST) -m "long or hypothesis" $(CORE_TESTS) $(ARGS)
 	KVSERVER_TEST_PROPERTIES=long $(IN_VLLM) -m "long or hypothesis" $(ENGINE_TESTS) $(ARGS)
+	$(IN_SGLANG) -m long $(SGLANG_TESTS) $(ARGS) || $(NONE_SELECTED)
 
 test-versions: $(VENV)/.installed $(VENV_VLLM)/.installed $(RUNNER_V2)
 	$(IN_VERSIONS) $(VERSIONS)
@@ -194,7 +204,7 @@ dashboard: $(VENV)/.installed
 	$(VENV)/bin/python deploy/kubernetes/make.py
 
 clean:
-	rm -rf $(VENV) $(VENV_VLLM) build $(DIST)
+	rm -rf $(VENV) $(VENV_VLLM) $(VENV_SGLANG) build $(DIST)
 
 # The editable install follows edits of files it knows: reinstall when the list of files changes, or native code. It also builds the
 # simulators that tests import, in build/testing.
@@ -242,4 +252,12 @@ $(RUNNER_V2): tests/vllm/runner_v2/build.py tests/constraints.txt $(VENV_VLLM)/.
 $(VENV_VLLM)/.installed: $(VENV_VLLM)/.vllm build/wheel/.built
 	$(VENV_VLLM)/bin/python $(PIP) uninstall -y kvserver
 	$(VENV_VLLM)/bin/python $(PIP) install --no-index build/wheel/kvserver-*.whl
+	touch $@
+
+# It sees what $(VENV_VLLM) has, kvserver too, and the stand-ins of the tests.
+$(VENV_SGLANG)/.installed: tests/sglang/requirements.txt tests/constraints.txt $(VENV_VLLM)/.vllm
+	test -x $(VENV_SGLANG)/bin/python || $(PYTHON) -m venv $(VENV_SGLANG)
+	cd $(VENV_SGLANG)/lib/python3*/site-packages && printf '%s\n' $(CURDIR)/$(VENV_VLLM)/lib/python3*/site-packages $(CURDIR)/tests/support/sglang >beside.pth
+	$(VENV_SGLANG)/bin/python $(PIP) install $(CONSTRAINTS) --no-deps --ignore-installed -r tests/sglang/requirements.txt
+	$(VENV_SGLANG)/bin/python tests/sglang/engine_environment.py
 	touch $@

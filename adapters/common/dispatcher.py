@@ -6,7 +6,6 @@ scheduler thread alone; only wait() waits.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -14,9 +13,8 @@ from typing import TypeAlias
 
 from kvserver.adapters.common.faults import Faults
 from kvserver.adapters.common.link import Link, Session
+from kvserver.adapters.common.log import log
 from kvserver.protocol import Error, ErrorCode, HelloReply, Reply, Request
-
-log = logging.getLogger("vllm.kvserver")
 
 # Errors of another daemon than the session's: it replaced a dead one, and this engine's workers are registered with it.
 _RENEW = {

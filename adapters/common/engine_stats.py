@@ -8,14 +8,12 @@ Owns: the socket, and how often it sends. Refuses to know: how the stats are add
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 
 from kvserver.adapters.common.link import absence
+from kvserver.adapters.common.log import log
 from kvserver.protocol import EngineLoad, Error
 from kvserver.protocol.client import Channel
-
-log = logging.getLogger("vllm.kvserver")
 
 _CONNECT_SECONDS = 2.0
 _LONGEST_REST = 8  # intervals, for an engine that the daemon does not know

@@ -6,11 +6,10 @@ Owns: their counts, and that each kind is logged once. Refuses to know: what fol
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections import Counter
 from collections.abc import Iterator
 
-log = logging.getLogger("vllm.kvserver")
+from kvserver.adapters.common.log import log
 
 
 class Faults:

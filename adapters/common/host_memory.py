@@ -8,7 +8,6 @@ Owns: the allocation, and the check that /dev/shm has space. Refuses to know: pl
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -17,9 +16,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from kvserver.adapters.common.exporter import CannotShare, Exported, Window
+from kvserver.adapters.common.log import log
 from kvserver.protocol import SharedFd
-
-log = logging.getLogger("vllm.kvserver")
 
 SHM = "/dev/shm"
 _SPARE_BYTES = 1 << 20

@@ -10,7 +10,6 @@ Owns: connecting, registering, probing. Refuses to know: lookups, loads and stor
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import random
 import select
@@ -21,6 +20,7 @@ from dataclasses import dataclass, field
 
 from kvserver._native import WordPage
 from kvserver.adapters.common.cache_status import CONNECTED, STARTING, CacheStatus, refused
+from kvserver.adapters.common.log import log
 from kvserver.protocol import (
     HelloReply,
     NotPermitted,
@@ -32,8 +32,6 @@ from kvserver.protocol import (
     stranger_at,
 )
 from kvserver.protocol.client import Attachment, Channel, Client, RequestFailed, WatchedClient, has_listener
-
-log = logging.getLogger("vllm.kvserver")
 
 WORDS = 4096  # copies in flight at once
 BREAKER_LIMIT = 3  # timeouts in a row

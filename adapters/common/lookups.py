@@ -45,8 +45,17 @@ TailOf = Callable[[int], LookupTail]  # the single blocks behind so many chunks
 
 
 class Lookups:
-    def __init__(self, dispatcher: Dispatcher, settings: CommonSettings, counters: Counter[str]) -> None:
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        settings: CommonSettings,
+        counters: Counter[str],
+        *,
+        answers_before_fills: bool = False,
+    ) -> None:
+        """`answers_before_fills`: the engine cannot put a request off, so what is found in memory is the answer until the fill ends."""
         self._dispatcher = dispatcher
+        self._answers_before_fills = answers_before_fills
         self._counters = counters
         self._timeout_seconds = settings.lookup_timeout_ms / 1000
         self._poll_seconds = self._poll_left = settings.lookup_poll_ms / 1000
@@ -124,6 +133,8 @@ class Lookups:
         self._full = False
         found = reply if isinstance(reply, LookupReply) else LookupReply(0)
         if question.waits_for_fills and self._fills.begin(question, message, found):
+            if self._answers_before_fills:
+                self._answer(question, found)
             return
         number = None
         if found.wants_tail:
@@ -162,7 +173,7 @@ class Lookups:
 
     def answer_to(self, question: Question) -> Answer | None:
         """The answer; waits for it within what is left of this pass's time. REQUIRES: no lookup must be sent."""
-        if self.awaits_fill(question):
+        if self.awaits_fill(question) and not self._answers_before_fills:
             return None
         if question.answer is not None:
             return question.answer
@@ -173,7 +184,7 @@ class Lookups:
             self._try_send(question)  # the places that answers free are for the request that is scheduled now
             replied = question.answer is None and question not in self._fills and self._wait()
         if question in self._fills:  # which has a limit of its own
-            return None
+            return question.answer
         if question.answer is None and (self._dispatcher.usable() is None or time.monotonic() > question.deadline):
             self._give_up(question)
         return question.answer

@@ -30,6 +30,7 @@ class StepReport:
     """Report of one step, from worker to scheduler. After aggregate() its lists hold one entry per rank."""
 
     ended_stores: list[int] = field(default_factory=list)
+    incomplete_stores: list[int] = field(default_factory=list)  # of those: an object of theirs is not in the daemon
     copied: list[tuple[int, int]] = field(default_factory=list)  # (store id, objects): they were not there before
     failed_loads: list[str] = field(default_factory=list)  # request ids
     # Loads that failed while the server may still write: their blocks must not be reused yet.
@@ -41,6 +42,7 @@ class StepReport:
     def aggregate(self, other: StepReport) -> StepReport:
         return StepReport(
             self.ended_stores + other.ended_stores,
+            self.incomplete_stores + other.incomplete_stores,
             self.copied + other.copied,
             self.failed_loads + other.failed_loads,
             self.quarantined + other.quarantined,

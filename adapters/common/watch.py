@@ -5,17 +5,15 @@ Owns: a thread with a connection of its own, and the engines' names. Refuses to 
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
 
 from kvserver.adapters.common.cache_status import CacheStatus, from_hello
 from kvserver.adapters.common.link import absence, failure
+from kvserver.adapters.common.log import log
 from kvserver.adapters.common.notices import EngineNames
 from kvserver.protocol.client import Client
-
-log = logging.getLogger("vllm.kvserver")
 
 _INTERVAL_SECONDS = 1.0
 _ANSWER_SECONDS = 2.0

@@ -11,7 +11,6 @@ Owns: the copies in flight of one rank. Refuses to know: requests' tokens and th
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -25,13 +24,12 @@ from kvserver.adapters.common.endings import Action, load_action, store_action
 from kvserver.adapters.common.faults import Faults
 from kvserver.adapters.common.link import WORDS, Link, Session
 from kvserver.adapters.common.load_ends import LoadEnds
+from kvserver.adapters.common.log import log
 from kvserver.adapters.common.send_queue import Message, NotSent, SendQueue
 from kvserver.adapters.common.settings import CommonSettings
 from kvserver.adapters.common.specs import LoadSpec, StoreSpec, ids_of
 from kvserver.adapters.common.steps import ASLEEP, NULL_BLOCK, StepPlan, StepReport
 from kvserver.protocol import Error, Reply, Retrieve, Store, Stored
-
-log = logging.getLogger("vllm.kvserver")
 
 _IDLE_WAIT_SECONDS = 0.001
 _SHUT_SECONDS = 1.0
@@ -103,6 +101,16 @@ class WorkerHalf:
             if load.keys:
                 self._begin(load, self._settings.load_timeout_ms)
 
+    def is_in_flight(self, copy_id: int) -> bool:
+        return copy_id in self._copies
+
+    def give_up(self, copy_id: int) -> None:
+        """Cancel a copy before its deadline, and count it as a timeout: the engine waits no longer."""
+        if (copy := self._copies.get(copy_id)) is not None:
+            copy.given_up = min(copy.given_up, time.monotonic())
+            copy.cancel()
+            self._count_timeout(copy)
+
     def answer_for_loads(self, plan: StepPlan) -> None:
         """Fail the loads of this step that start_loads did not begin: their requests wait for them."""
         for load in plan.loads:
@@ -119,6 +127,7 @@ class WorkerHalf:
         for store in plan.stores:
             if store.copy_id not in self._copies:
                 self._report.ended_stores.append(store.copy_id)
+                self._report.incomplete_stores.append(store.copy_id)
                 self.counters["store_failures"] += 1
 
     def _begin(self, spec: LoadSpec | StoreSpec, timeout_ms: float) -> None:
@@ -235,6 +244,9 @@ class WorkerHalf:
     def _time_out(self, copy: Copy) -> None:
         copy.timed_out = True
         copy.cancel()
+        self._count_timeout(copy)
+
+    def _count_timeout(self, copy: Copy) -> None:
         if self._link is None or self._send_queue.is_queued(copy.spec.copy_id):
             return  # the message was never sent
         self.counters["timeouts"] += 1
@@ -244,6 +256,8 @@ class WorkerHalf:
         """The blocks may be overwritten: the server publishes nothing that it reads from now on."""
         self._forget(copy)
         self._report.ended_stores.append(spec.copy_id)
+        if not isinstance(answer, Stored) or answer.starved or answer.declined:
+            self._report.incomplete_stores.append(spec.copy_id)
         if isinstance(answer, Stored):
             if answer.stored:
                 self._report.copied.append((spec.copy_id, answer.stored))

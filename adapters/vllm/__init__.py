@@ -11,9 +11,11 @@ connection to the daemon in a thread of its own. `notices` report what the block
 daemon's tiers.
 """
 
+from kvserver.adapters.common.log import log_below
 from kvserver.adapters.vllm.connector import KVServerConnector
 from kvserver.adapters.vllm_plugin import register
 
+log_below("vllm.kvserver")  # vLLM shows what is logged below its own logger
 register()  # where vLLM loads no plugins: MultiConnector finds the class of received statistics by the name
 
 __all__ = ["KVServerConnector"]

@@ -214,9 +214,6 @@ HARMLESS_VARIABLES = frozenset(name for names in _VARIABLES.values() for name in
 # Variables of others that change what is computed.
 OTHER_VARIABLES = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "ONEDNN_DEFAULT_FPMATH_MODE")
 
-# Of a Hugging Face configuration: where it came from and who wrote it.
-HARMLESS_OF_HF_CONFIG = frozenset({"_name_or_path", "transformers_version", "_commit_hash"})
-
 
 def is_harmless(config: Any, field: str) -> bool:
     """True if this field of a configuration object is on the list of its class or of a base class."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,13 +23,15 @@ from vllm import envs
 from vllm.platforms import current_platform
 from vllm.utils.hashing import get_hash_fn_by_name
 
-from kvserver.adapters.common.weights import NoWeights, file_digest, folder_digest
+from kvserver.adapters.common.canonical import digest, hf_content, is_hf_config
+from kvserver.adapters.common.identity import LEARN_NAME, EngineIdentity, files_of
+from kvserver.adapters.common.weights import NoWeights, folder_digest
 from kvserver.adapters.vllm import foreign_code
-from kvserver.adapters.vllm.canonical import Refused, canonical, counted_fields, digest, hf_content, is_hf_config
+from kvserver.adapters.vllm.canonical import FORMS, counted_fields
 from kvserver.adapters.vllm.context_length import counted_length, is_model
 from kvserver.adapters.vllm.harmless import HARMLESS_VARIABLES, OTHER_VARIABLES
 from kvserver.adapters.vllm.support import hash_block_tokens, vllm_version
-from kvserver.protocol import Counted, Durability
+from kvserver.protocol import Durability
 
 # Fields whose values may be sent to the daemon, to name what differs: never an address, a path or a secret.
 SHOWN = frozenset({
@@ -41,7 +42,6 @@ SHOWN = frozenset({
     "load_config.load_format", "attention_config.backend", "speculative_config.method",
     "speculative_config.num_speculative_tokens",
 })  # fmt: skip
-_LONGEST_VALUE = 100
 _LEAVES_OTHERS_WITHOUT_LORA = (0, 33)  # vLLM on CPUs
 
 # Formats that take the weights from the files of the model's folder.
@@ -51,38 +51,9 @@ _FROM_FILES = frozenset({
 })  # fmt: skip
 
 
-@dataclass
-class Identity:
-    """Identity of an engine: engines that share KV agree in it.
-
-    `counted`: field -> digest. `values`: some fields' values, for people. `private`: why KV is not shared, or "". `machine_only`:
-    why it is shared on this machine only, or "".
-
-    An engine is private if another start of it would have another identity, or would wrongly have the same one.
-    """
-
-    counted: dict[str, str] = field(default_factory=dict)
-    values: dict[str, str] = field(default_factory=dict)
-    private: str = ""
-    machine_only: str = ""
-
-    def add(self, name: str, value: Any) -> None:
-        """Add the digest of a value; a value without one makes the engine private, with the name as the reason."""
-        try:
-            form = canonical(value)
-        except (Refused, RecursionError) as refusal:
-            self.refuse(f"{name} cannot be compared: {refusal}")
-            return
-        self.counted[name] = digest(form)
-        text = str(form)
-        if name in SHOWN and len(text) <= _LONGEST_VALUE:
-            self.values[name] = text
-
-    def refuse(self, reason: str) -> None:
-        self.private = self.private or reason
-
-    def fields(self) -> tuple[Counted, ...]:
-        return tuple(Counted(name, found, self.values.get(name, "")) for name, found in sorted(self.counted.items()))
+class Identity(EngineIdentity):
+    forms = FORMS
+    shown = SHOWN
 
 
 def config_identity(vllm_config: Any, kv_cache_config: Any) -> Identity:
@@ -112,10 +83,7 @@ def with_weights(found: Identity, vllm_config: Any, model_version: str = "", who
             weights = weights_of(model, load, model_version, whole_digests)
             whole.counted[name] = digest([model_version, weights])
             if not (model_version or whole_digests or weights.startswith("commit:")):
-                whole.machine_only = (
-                    f"{name}: samples of the files name them; kvserver.model_version or kvserver.weights_digest=whole "
-                    "would name them for other machines"
-                )
+                whole.machine_only = f"{name}: samples of the files name them; {LEARN_NAME}"
         except (NoWeights, OSError) as reason:
             unreadable = f"the model's files cannot be read, {type(reason).__name__}"
             why = reason if isinstance(reason, NoWeights) else unreadable
@@ -129,20 +97,13 @@ def weights_of(model: Any, load: Any, model_version: str = "", whole_digests: bo
     NoWeights or OSError if there is neither.
     """
     load_format = str(load.load_format)
-    path = Path(model.model)
     try:
         if load_format not in _FROM_FILES:
             raise NoWeights(f"load_format {load_format} does not take them from the model's files")
         if model.model_weights:
             raise NoWeights("they are not in the model's folder")
-        if path.is_dir():
-            return "folder:" + folder_digest(path, whole=whole_digests)
-        if path.is_file():
-            return "file:" + file_digest(path, whole_digests)
-        commit = getattr(model.hf_config, "_commit_hash", None)
-        if not commit or model.hf_config_path:
-            raise NoWeights("the commit of the model is not known")
-        return f"commit:{model.model}@{commit}"
+        commit = None if model.hf_config_path else getattr(model.hf_config, "_commit_hash", None)
+        return files_of(str(model.model), commit, whole_digests)
     except NoWeights:
         if model_version:
             return ""

@@ -157,6 +157,10 @@ class Workers:
                 "the last one is the state word page",
             )
         expected = chunk_tokens_for(self.settings.chunk_tokens, groups := request.object_groups)
+        if request.chunk_tokens == (smallest := chunk_tokens_for(1, groups)):
+            expected = (
+                smallest  # an engine may not know where in a prompt its keys begin, so it could align no larger ones
+            )
         if request.chunk_tokens != expected or request.block_tokens != groups[0].block_tokens:
             raise KVServerError(
                 ErrorCode.BAD_PLANES,

@@ -130,7 +130,9 @@ class RegisterWorker(Message):
     planes: Annotated[list[Plane], Meta(min_length=1, max_length=65536)]
     num_blocks: Positive
     block_tokens: Positive  # of groups[0]
-    chunk_blocks: Positive  # blocks of groups[0] in a chunk, by chunk_tokens_for(HelloReply.chunk_tokens)
+    chunk_blocks: (
+        Positive  # blocks of groups[0] in a chunk, by chunk_tokens_for(HelloReply.chunk_tokens), or in the smallest one
+    )
     layout: Text = ""  # how this rank's blocks are arranged: layers, shapes, strides, attention backends
     replicated: bool = False  # protocol 4: ObjectGroup.replicated of the one group
     counted: Annotated[tuple[Counted, ...], Meta(max_length=4096)] = ()  # the facts that must agree beside geometry

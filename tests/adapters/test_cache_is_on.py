@@ -372,7 +372,8 @@ def test_faults_are_counted_by_the_method_that_raised(make_daemon, make_engine, 
 def test_every_place_of_a_fault_has_a_series_before_its_first_fault():
     """An alert on a counter sees its first increase only if it was there before."""
     found = set()
-    for path in Path(kvserver.adapters.vllm.__file__).parents[1].rglob("*.py"):
+    adapters = Path(kvserver.adapters.vllm.__file__).parents[1]
+    for path in (path for folder in ("common", "vllm") for path in (adapters / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func).rsplit(".", 1)[-1] in (
                 "_fault",

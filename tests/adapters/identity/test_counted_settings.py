@@ -12,7 +12,8 @@ from identities import Identify, different, multimodal
 from made_up_model import BLOCK
 from vllm.config import VllmConfig
 
-from kvserver.adapters.vllm.canonical import Refused, canonical
+from kvserver.adapters.common.canonical import Refused
+from kvserver.adapters.vllm.canonical import canonical
 from kvserver.adapters.vllm.identity import SHOWN, Identity, config_identity, with_weights
 
 LONGROPE = {

@@ -1,0 +1,78 @@
+"""The answers to SGLang's lookups, remembered by request.
+
+SGLang asks about each waiting request in each pass, takes an answer at once, and may admit the request in the same pass: there is no
+"ask again later". A request's keys begin at the first page that SGLang itself has not, so they may begin further on, or further
+back, in a later pass.
+
+Owns: the remembered answers. Refuses to know: SGLang's transfers, and the wire (`lookups`).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvserver.adapters.common.lookups import Lookups, Question
+from kvserver.protocol import MAX_CHUNKS, Lookup, LookupTail
+
+MOST_REMEMBERED = 4096  # requests; the ends of requests reach no linker
+
+
+@dataclass(eq=False)
+class _Asked:
+    question: Question
+    keys: list[str]  # of the pages that were looked up, as hexadecimal digits
+
+    def hit_from(self, keys: Sequence[str]) -> int | None:
+        """Count the pages that the answer covers, from the first on; None if it states nothing about them."""
+        assert self.question.answer is not None
+        hit = self.question.answer.hit_chunks
+        if keys[0] == self.keys[0]:
+            return min(hit, len(keys)) if len(keys) <= len(self.keys) or hit < len(self.keys) else None
+        try:
+            return min(max(0, hit - self.keys.index(keys[0])), len(keys))
+        except ValueError:
+            return None
+
+
+class RememberedHits:
+    """`message` makes the Lookup of a request's keys."""
+
+    def __init__(self, lookups: Lookups, message: Callable[[str, bytes], Lookup]) -> None:
+        self._lookups = lookups
+        self._message = message
+        self._asked: OrderedDict[str, _Asked] = OrderedDict()
+
+    def next_pass(self) -> None:
+        self._lookups.next_pass()
+
+    def pages(self, request_id: str, keys: Sequence[str]) -> int:
+        """Count the pages that the daemon has, from the first on; 0 while that is not known."""
+        keys = keys[:MAX_CHUNKS]
+        asked = self._asked.get(request_id)
+        if asked is not None and asked.question.answer is not None and asked.hit_from(keys) is None:
+            self.forget(request_id)
+            asked = None
+        if asked is None:
+            asked = self._asked[request_id] = _Asked(Question(), list(keys))
+            if len(self._asked) > MOST_REMEMBERED:
+                self.forget(next(iter(self._asked)))
+        question = asked.question
+        if self._lookups.must_send(question):
+            packed = bytes.fromhex("".join(asked.keys))
+            self._lookups.send(question, self._message(request_id, packed), _no_tail)
+        answer = self._lookups.answer_to(question)
+        return 0 if answer is None else asked.hit_from(keys) or 0
+
+    def forget(self, request_id: str) -> None:
+        if (asked := self._asked.pop(request_id, None)) is not None:
+            self._lookups.drop_question(asked.question)
+
+    def forget_all(self) -> None:
+        for request_id in list(self._asked):
+            self.forget(request_id)
+
+
+def _no_tail(chunks: int) -> LookupTail:
+    raise AssertionError("engines with chunks of one page register without tails")

@@ -1,0 +1,205 @@
+"""SGLang's external linker over the daemon: `KVServerLinker`.
+
+Owns: construction, and the fence that keeps every exception of the linker out of the engine. Refuses to know: how anything is
+decided.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import sglang
+import torch
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter, UnifiedCacheLinker
+from sglang.srt.mem_cache.utils import get_hash_str
+from sglang.srt.runtime_context import get_parallel
+
+from kvserver.adapters.common.exporter import CannotShare
+from kvserver.adapters.common.faults import Faults
+from kvserver.adapters.common.link import Link
+from kvserver.adapters.common.log import log
+from kvserver.adapters.common.planes import UnsupportedLayout
+from kvserver.adapters.common.send_queue import DirectSendQueue, OrderedSendQueue, SendQueue
+from kvserver.adapters.common.settings import read_settings
+from kvserver.adapters.sglang.cache import RankCache
+from kvserver.adapters.sglang.contract import differences, without_cache
+from kvserver.adapters.sglang.kept_slots import KeptSlots
+from kvserver.adapters.sglang.loads import LoadEnd
+from kvserver.adapters.sglang.names import names_of
+from kvserver.adapters.sglang.pools import pool_of
+from kvserver.adapters.sglang.ranks import Ranks, ranks_of
+from kvserver.adapters.sglang.registration import PoolRegistration
+from kvserver.adapters.sglang.settings import SGLangSettings
+from kvserver.adapters.sglang.streams import BothStreams
+from kvserver.adapters.sglang.support import unsupported
+
+R = TypeVar("R")
+
+
+def fenced(default: Any = None) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """An exception in the method is counted, logged once per place and kind, and the method returns `default`; so it does without cache."""
+
+    def decorate(method: Callable[..., R]) -> Callable[..., R]:
+        @functools.wraps(method)
+        def call(self: Linker, *args: Any, **kwargs: Any) -> Any:
+            try:
+                if self.cache is not None:
+                    return method(self, self.cache, *args, **kwargs)
+            except Exception as error:
+                self.faults.count(method.__name__, error)
+            return default() if callable(default) else default
+
+        return call
+
+    return decorate
+
+
+class Linker(UnifiedCacheLinker):  # type: ignore[misc]
+    def __init__(
+        self,
+        server_args: Any,
+        params: Any,
+        *,
+        components: Any,
+        extra_config: dict[str, Any],
+        forward_stream: Any = None,
+    ) -> None:
+        self.faults = Faults()
+        self.cache: RankCache | None = None  # None: the engine runs without cache
+        self.forward_stream = forward_stream
+        self.layer_done_counter = LayerWiseLoadCounter(0)  # no layer waits: a load is over before its batch begins
+        allocator = params.token_to_kv_pool_allocator
+        self.pools = {PoolName.KV: allocator.get_kvcache()}
+        self._page_tokens = int(params.page_size)
+        self._kept_slots = KeptSlots(allocator, self._page_tokens)
+        # SGLang compiles this when it is first used, for any linker. Without a compiler its first request would end the engine: better now.
+        get_hash_str([0], None, page_size=1)
+        self._ranks = Ranks()
+        try:
+            if (why := unsupported(server_args, self._page_tokens, components)) is None:
+                self._ranks = ranks_of(params, get_parallel().tp_rank, get_parallel().tp_size)
+                self.cache = self._set_up(server_args, allocator.get_kvcache(), extra_config)
+        except (UnsupportedLayout, CannotShare, ValueError) as reason:  # ValueError: of a setting
+            why = str(reason)
+        except Exception as error:
+            self.faults.count("construction", error)
+            why = "see the fault above"
+        if why is not None:
+            log.warning("kvserver: this engine runs without cache: %s", why)
+
+    def _set_up(self, server_args: Any, kvcache: Any, extra_config: dict[str, Any]) -> RankCache:
+        settings = read_settings(SGLangSettings, extra_config)
+        names = names_of(server_args, settings, self._ranks, get_parallel().dp_rank)
+        pool = pool_of(kvcache, self._page_tokens)
+        registration = PoolRegistration(settings, names, self._ranks, pool, server_args)
+        links = Link(settings.endpoint, "scheduler"), registration.link()
+        for link in links:
+            link.start(settings.connect_timeout_ms / 1000)
+        queue = self._send_queue(registration.on_gpu)
+        return RankCache(settings, names, links, registration.rank, queue, self.faults, self._page_tokens)
+
+    def _send_queue(self, on_gpu: bool) -> SendQueue:
+        """On a GPU messages wait for what the engine has queued on the pages, on the scheduler's stream and on the forward's."""
+        return OrderedSendQueue(lambda: BothStreams(self.forward_stream)) if on_gpu else DirectSendQueue()
+
+    # ---- lookups and loads --------------------------------------------------------------------
+
+    @fenced(list)
+    def lookup(self, cache: RankCache, rid: str, transfers: list[PoolTransfer]) -> list[int]:
+        keys = _only(transfers).keys
+        return list(range(1, cache.lookup(rid, keys) + 1)) if keys else []
+
+    def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
+        """Copy the pages now: SGLang aborts a request whose load fails later, and computes one whose load is refused."""
+        copy_id, end = self._load(rid, transfers)
+        (least,) = self._ranks.least([end])
+        if least == LoadEnd.STILL_WRITTEN:  # on any rank: all must have equally many free slots
+            transfer = _only(transfers)
+            self._kept_slots.keep(copy_id, transfer.device_indices)
+            transfer.device_indices = transfer.device_indices[:0]  # SGLang frees what a refused transfer names
+        return least == LoadEnd.LOADED
+
+    @fenced(lambda: (0, LoadEnd.FAILED))
+    def _load(self, cache: RankCache, rid: str, transfers: list[PoolTransfer]) -> tuple[int, LoadEnd]:
+        transfer = _only(transfers)
+        return cache.load(rid, list(transfer.keys), self._pages(transfer.device_indices))
+
+    @fenced(-1)
+    def start_layer_wise_loading(self, cache: RankCache) -> int:
+        """SGLang is about to run a batch that prefills. Nothing is left to load."""
+        cache.batch_begins()
+        return -1
+
+    def finish_layer_wise_loading(self, counter_index: int) -> bool:
+        return True
+
+    def cancel_queued_load(self, rid: str) -> bool:
+        return False
+
+    # ---- stores -------------------------------------------------------------------------------
+
+    def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
+        begun = self._store(transfers)
+        if self._ranks.least([begun]) == [True]:
+            return True
+        if begun and self.cache is not None:
+            self.cache.drop_newest_store()
+        return False
+
+    @fenced(False)
+    def _store(self, cache: RankCache, transfers: list[PoolTransfer]) -> bool:
+        transfer = _only(transfers)
+        return cache.store(list(transfer.keys), self._pages(transfer.device_indices))
+
+    def num_completed_offloads(self) -> int:
+        """SGLang's first call in each pass of its scheduler."""
+        ended = self._next_pass()
+        if copies := self._kept_slots.copies:
+            done = [self.cache is None or not self.cache.is_in_flight(copy_id) for copy_id in copies]
+            self._kept_slots.release([bool(done) for done in self._ranks.least(done)])
+        return ended
+
+    @fenced(0)
+    def _next_pass(self, cache: RankCache) -> int:
+        self._kept_slots.hold_back()
+        cache.next_pass()
+        return cache.stores_ended()
+
+    @fenced(False)
+    def pop_completed_offload(self, cache: RankCache) -> bool:
+        return cache.pop_store()
+
+    # ---- lifecycle ----------------------------------------------------------------------------
+
+    @fenced()
+    def reset(self, cache: RankCache) -> None:
+        self._kept_slots.flushed()
+        cache.reset()
+
+    @fenced()
+    def close(self, cache: RankCache) -> None:
+        cache.close()
+
+    def _pages(self, slots: torch.Tensor) -> list[int]:
+        """The pages of these slots, which are whole pages in order."""
+        pages: list[int] = (slots[:: self._page_tokens] // self._page_tokens).tolist()
+        assert len(pages) * self._page_tokens == len(slots), "slots of whole pages"
+        return pages
+
+
+def _only(transfers: list[PoolTransfer]) -> PoolTransfer:
+    (transfer,) = transfers
+    return transfer
+
+
+_differences = differences(UnifiedCacheLinker)
+KVServerLinker: type = Linker
+if _differences:
+    KVServerLinker = without_cache(
+        UnifiedCacheLinker,
+        f"SGLang {sglang.__version__} has another linker interface: {'; '.join(_differences)}",
+        lambda: LayerWiseLoadCounter(0),
+    )

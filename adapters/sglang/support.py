@@ -1,0 +1,66 @@
+"""Configurations of SGLang that are served without cache, each with the flag that is the reason.
+
+Owns: the reasons, read from SGLang's resolved arguments. Refuses to know: what is done then.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.arg_groups.model_override_base import resolved_view
+
+from kvserver.adapters.sglang.identity import model_config
+
+SMALLEST_PAGE = 16  # tokens: a key of 32 bytes and an object for each page would cost more than they save
+
+_REFUSED = {  # argument -> reason, where it is set
+    "enable_memory_saver": "SGLang frees the KV cache without notifying a linker",
+    "enable_unified_memory": "pages of one pool become pages of another",
+    "enable_hierarchical_cache": "SGLang's own host tier would hold the same bytes",
+    "enable_hisparse": "a part of the KV cache lies in the host's memory",
+    "enable_lora": "keys name a LoRA by its path, not by the content of its files",
+    "lora_paths": "keys name a LoRA by its path, not by the content of its files",
+    "speculative_algorithm": "KV of drafts depends on tokens that the keys do not cover",
+    "enable_multimodal": "keys have 30 bits of the digest of an image",
+    "enable_pdmux": "prefill and decoding run on streams of their own",
+    "enable_dp_attention": "groups of ranks serve different requests",
+    "dllm_algorithm": "KV of a block is written again while it is computed",
+    "enable_mis": "the KV of a token depends on more than the tokens before it",
+    "prefill_only_disable_kv_cache": "there is no KV cache",
+    "enable_encoder_swa_bounded_replay": "tokens before the end of a hit are computed again",
+    "enable_decoder_swa_bounded_replay": "tokens before the end of a hit are computed again",
+    "enable_return_routed_experts": "SGLang keeps the experts of cached tokens in the process that computed them",
+    "enable_return_indexer_topk": "SGLang keeps results of cached tokens in the process that computed them",
+}
+_MODALITIES = ("vision_config", "audio_config", "vision_tower", "thinker_config")  # in a model's configuration
+_ONE = {  # argument -> reason, where it is more than 1
+    "pp_size": "stages are not served yet",
+    "attn_dp_size": "groups of ranks serve different requests",
+    "attn_cp_size": "ranks hold different tokens of a page",
+    "dcp_size": "ranks hold different tokens of a page",
+    "nnodes": "ranks on several machines have several daemons",
+}
+
+
+def unsupported(server_args: Any, page_tokens: int, components: Any) -> str | None:
+    """Find a reason to run without cache."""
+    args = resolved_view(server_args)
+    for name, reason in _REFUSED.items():
+        if getattr(args, name, None):
+            return f"{_flag(name)}: {reason}"
+    for name, reason in _ONE.items():
+        if (getattr(args, name, 1) or 1) > 1:
+            return f"{_flag(name)} {getattr(args, name)}: {reason}"
+    if not args.language_model_only and (parts := [name for name in _MODALITIES if name in model_config(args)]):
+        return f"a model with {parts[0]}, without --language-model-only: {_REFUSED['enable_multimodal']}"
+    if (mode := getattr(args, "disaggregation_mode", "null")) not in (None, "null"):
+        return f"--disaggregation-mode {mode}: not served yet"
+    if page_tokens < SMALLEST_PAGE:
+        return f"--page-size {page_tokens}: pages of {SMALLEST_PAGE} tokens and more are served; 64 suits most models"
+    if others := sorted(component.name for component in components if component.name != "FULL"):
+        return f"a cache with {' and '.join(others)}; models of full attention alone are served"
+    return None
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,60 @@
+"""One real SGLang engine in a process of its own, driven by JSON lines: a request in, an answer out.
+
+Run by `sglang_engines.py`. Standard output carries only answers; what SGLang prints goes to standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # whatever the engine prints must not mix with the answers
+    from sglang import Engine
+
+    engine = Engine(**json.loads(sys.argv[1]))
+    answers.write(json.dumps({"ready": True}) + "\n")
+    for line in sys.stdin:
+        request = json.loads(line)
+        operation = globals()["op_" + request.pop("op")]
+        try:
+            answers.write(json.dumps(operation(engine, **request)) + "\n")
+        except Exception as error:
+            answers.write(json.dumps({"error": f"{type(error).__name__}: {error}"}) + "\n")
+    engine.shutdown()
+
+
+def op_generate(engine: Any, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
+    """All prompts at once, to their end."""
+    sampling = {"temperature": 0, "max_new_tokens": max_tokens, "ignore_eos": True}
+    outputs = engine.generate(input_ids=prompts, sampling_params=sampling, return_logprob=True)
+    return {
+        "outputs": [
+            {
+                "tokens": [token for _, token, _ in output["meta_info"]["output_token_logprobs"]],
+                "logprobs": [logprob for logprob, _, _ in output["meta_info"]["output_token_logprobs"]],
+                "cached_tokens": output["meta_info"]["cached_tokens"],
+            }
+            for output in outputs
+        ]
+    }
+
+
+def op_flush(engine: Any) -> dict[str, Any]:
+    return {"ok": bool(engine.flush_cache().success)}
+
+
+def op_pids(engine: Any) -> dict[str, Any]:
+    """The engine's processes that run a scheduler."""
+    import psutil
+
+    children = psutil.Process().children(recursive=True)
+    return {"pids": [child.pid for child in children if "scheduler" in " ".join(child.cmdline()) + child.name()]}
+
+
+if __name__ == "__main__":
+    main()

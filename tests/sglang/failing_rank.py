@@ -1,0 +1,16 @@
+"""A linker of which the last rank's loads fail."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.runtime_context import get_parallel
+
+from kvserver.adapters.sglang import KVServerLinker
+from kvserver.adapters.sglang.loads import LoadEnd
+
+
+class FailingRank(KVServerLinker):  # type: ignore[misc, valid-type]
+    def _load(self, rid: str, transfers: list[Any]) -> tuple[int, LoadEnd]:
+        copy_id, end = super()._load(rid, transfers)
+        return copy_id, end if get_parallel().tp_rank == 0 else LoadEnd.FAILED

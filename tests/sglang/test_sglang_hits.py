@@ -1,0 +1,83 @@
+"""Answers to lookups are remembered by request, also where SGLang itself has more or fewer pages in a later pass."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from kvserver.adapters.common.lookups import Answer, Question
+from kvserver.adapters.sglang import hits
+from kvserver.adapters.sglang.hits import RememberedHits
+from kvserver.protocol import Lookup, LookupTail
+
+KEYS = [f"{number:064x}" for number in range(10)]
+
+
+class AnsweredLookups:
+    """Lookups that a daemon has answered, when `polls` polls were made, with pages up to number `found`."""
+
+    def __init__(self, found: int, polls: int = 0) -> None:
+        self.found, self.polls = found, polls
+        self.sent: list[bytes] = []
+        self.dropped = 0
+
+    def must_send(self, question: Question) -> bool:
+        return question.answer is None and question.deadline == 0
+
+    def send(self, question: Question, message: Lookup, tail_of: LookupTail) -> None:
+        self.sent.append(message.keys)
+        question.deadline = 1
+        first = int.from_bytes(message.keys[:32], "big")
+        self._answer = Answer(max(0, min(self.found - first, len(message.keys) // 32)), time.monotonic())
+
+    def answer_to(self, question: Question) -> Answer | None:
+        self.polls -= 1
+        if self.polls < 0:
+            question.answer = self._answer
+        return question.answer
+
+    def drop_question(self, question: Question) -> None:
+        self.dropped += 1
+
+
+def remembered(lookups: AnsweredLookups) -> RememberedHits:
+    return RememberedHits(lookups, lambda request_id, keys: Lookup("i", "n", request_id, 1, keys))  # type: ignore[arg-type]
+
+
+def test_a_request_is_looked_up_once_however_often_it_is_asked_about() -> None:
+    lookups = AnsweredLookups(found=6)
+    found = remembered(lookups)
+    assert [found.pages("r", KEYS) for _ in range(5)] == [6] * 5
+    assert len(lookups.sent) == 1
+
+
+def test_a_request_whose_answer_has_not_arrived_has_no_hit_yet() -> None:
+    found = remembered(AnsweredLookups(found=6, polls=2))
+    assert [found.pages("r", KEYS) for _ in range(4)] == [0, 0, 6, 6]
+
+
+def test_pages_that_sglang_has_by_now_are_left_out_without_another_lookup() -> None:
+    lookups = AnsweredLookups(found=6)
+    found = remembered(lookups)
+    assert found.pages("r", KEYS) == 6
+    assert found.pages("r", KEYS[4:]) == 2
+    assert found.pages("r", KEYS[7:]) == 0
+    assert len(lookups.sent) == 1
+
+
+def test_pages_that_sglang_has_no_more_are_looked_up() -> None:
+    lookups = AnsweredLookups(found=6)
+    found = remembered(lookups)
+    assert found.pages("r", KEYS[4:]) == 2
+    assert found.pages("r", KEYS) == 6
+    assert len(lookups.sent) == 2
+
+
+def test_few_requests_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hits, "MOST_REMEMBERED", 3)
+    lookups = AnsweredLookups(found=6)
+    found = remembered(lookups)
+    for number in range(10):
+        found.pages(str(number), KEYS)
+    assert lookups.dropped == 7

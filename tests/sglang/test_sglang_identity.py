@@ -1,0 +1,110 @@
+"""What SGLang's engines must agree on before they share KV."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from sglang.srt.arg_groups.arg_utils import namespace_of
+from sglang.srt.server_args import ServerArgs
+
+from kvserver.adapters.sglang.harmless import HARMLESS
+from kvserver.adapters.sglang.identity import SGLangIdentity, arguments_identity, with_model
+from kvserver.adapters.sglang.settings import SGLangSettings
+from kvserver.adapters.sglang.support import unsupported
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.llama(tmp_path_factory.mktemp("model"), layers=1)
+
+
+def identity(folder: Path, settings: SGLangSettings = SGLangSettings(), **options: Any) -> SGLangIdentity:  # noqa: B008
+    arguments = ServerArgs(model_path=str(folder), device="cpu", page_size=32, **options)
+    return with_model(arguments_identity(arguments, CPU), arguments, settings)
+
+
+def test_each_listed_argument_exists() -> None:
+    assert HARMLESS.keys() - namespace_of(ServerArgs).keys() == set()
+
+
+def test_every_argument_counts_that_is_not_listed(folder: Path) -> None:
+    found = identity(folder)
+    assert namespace_of(ServerArgs).keys() - HARMLESS.keys() - found.counted.keys() == set()
+    assert found.private == ""
+    assert "samples of the files" in found.machine_only
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"dtype": "float16"}, {"kv_cache_dtype": "fp8_e4m3"}, {"quantization": "fp8"}, {"attention_backend": "torch_native"},
+        {"json_model_override_args": '{"rope_theta": 1.0}'}, {"enable_torch_compile": True}, {"tp_size": 2}, {"weight_version": "2"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_an_argument_that_may_change_kv_changes_the_identity(folder: Path, changed: dict[str, Any]) -> None:
+    assert identity(folder, **changed).counted != identity(folder).counted
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"port": 40_000}, {"max_running_requests": 3}, {"disable_overlap_schedule": True}, {"log_level": "debug"},
+        {"served_model_name": "other"}, {"chunked_prefill_size": 512}, {"random_seed": 7}, {"disable_cuda_graph": True},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_harmless_argument_leaves_the_identity_alone(folder: Path, changed: dict[str, Any]) -> None:
+    assert identity(folder, **changed).counted == identity(folder).counted
+
+
+def test_copies_of_a_model_agree_and_other_weights_or_configurations_do_not(folder: Path, tmp_path: Path) -> None:
+    copy = tiny_models.llama(tmp_path / "copy", layers=1)
+    other = tiny_models.llama(tmp_path / "other", layers=1, seed=1)
+    config = tiny_models.llama(tmp_path / "config", layers=1)
+    text = json.loads((config / "config.json").read_text())
+    (config / "config.json").write_text(json.dumps(text | {"rope_theta": 5000.0}))
+    counted = identity(folder).counted
+    assert identity(copy).counted == counted
+    assert {name for name, digest in identity(other).counted.items() if counted[name] != digest} == {"weights"}
+    assert {name for name, digest in identity(config).counted.items() if counted[name] != digest} == {"config.json"}
+
+
+def test_weights_without_files_make_the_engine_private_unless_they_are_named(folder: Path) -> None:
+    assert "load_format dummy" in identity(folder, load_format="dummy").private
+    assert identity(folder, SGLangSettings(model_version="v1"), load_format="dummy").private == ""
+
+
+def test_a_variable_of_sglang_changes_the_identity(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = identity(folder).counted
+    monkeypatch.setenv("SGLANG_SOMETHING_NEW", "1")
+    assert identity(folder).counted != before
+
+
+@pytest.mark.parametrize(
+    ("options", "flag"),
+    [
+        ({"enable_memory_saver": True}, "--enable-memory-saver"), ({"enable_lora": True}, "--enable-lora"),
+        ({"speculative_algorithm": "NGRAM"}, "--speculative-algorithm"), ({"pp_size": 2}, "--pp-size 2"),
+        ({"disaggregation_mode": "prefill"}, "--disaggregation-mode prefill"), ({"page_size": 1}, "--page-size 1"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_configuration_that_is_not_served_names_its_flag(folder: Path, options: dict[str, Any], flag: str) -> None:
+    arguments = ServerArgs(**{"model_path": str(folder), "device": "cpu", "page_size": 32, **options})
+    assert (unsupported(arguments, arguments.page_size, set()) or "").startswith(flag)
+    assert unsupported(ServerArgs(model_path=str(folder), device="cpu", page_size=32), 32, set()) is None
+
+
+def test_a_model_with_images_is_not_served(tmp_path: Path) -> None:
+    config = tiny_models.llama(tmp_path, layers=1) / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"vision_config": {}}))
+    arguments = ServerArgs(model_path=str(tmp_path), device="cpu", page_size=32)
+    assert "vision_config" in (unsupported(arguments, 32, set()) or "")

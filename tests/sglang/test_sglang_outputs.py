@@ -1,0 +1,67 @@
+"""Outputs never change: a request of SGLang's that is served from the daemon equals one that is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from conftest import Engines
+from sglang_engines import PAGE, Prompt
+from support.daemon import Daemon, wait_until
+from support.zeroed_l1 import zero_l1
+
+Start = Callable[..., Daemon]
+Make = Callable[..., Prompt]
+
+
+def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
+    return bool(left["tokens"] == right["tokens"] and left["logprobs"] == right["logprobs"])
+
+
+def cached(length: int) -> int:
+    """How many tokens of a prompt may come from a cache: whole pages, and one token is computed."""
+    return (length - 1) // PAGE * PAGE
+
+
+def wait_for_stores(daemon: Daemon, chunks: int) -> None:
+    wait_until(lambda: daemon.status()["l1"]["chunks"] >= chunks, 20, f"{chunks} chunks in L1")
+
+
+def test_a_second_engine_loads_what_the_first_stored_with_equal_tokens_and_logprobs(
+    engines: Engines, start_daemon: Start, prompt: Make
+) -> None:
+    """Three controls: an engine without linker, the first engine warm from its own cache, and that engine after a flush."""
+    plain = engines.get("plain", endpoint=None)
+    first, second = engines.get("first"), engines.get("second")
+    daemon = start_daemon(first, second)
+    prompts = [prompt(n, length) for n, length in enumerate((70, 700, 1411))]
+    reference = [plain.generate([p])[0] for p in prompts]
+    cold = [first.generate([p])[0] for p in prompts]
+    own = [first.generate([p])[0] for p in prompts]
+    wait_for_stores(daemon, sum(len(p) // PAGE for p in prompts))
+    other = [second.generate([p])[0] for p in prompts]
+    first.flush()
+    flushed = [first.generate([p])[0] for p in prompts]
+    assert [o["cached_tokens"] for o in cold] == [0, 0, 0]
+    for warm in (own, other, flushed):
+        assert [o["cached_tokens"] for o in warm] == [cached(len(p)) for p in prompts]
+        assert [o["tokens"] for o in warm] == [o["tokens"] for o in reference]
+        assert all(same(left, right) for left, right in zip(warm, own, strict=True))
+    assert all(same(left, right) for left, right in zip(cold, reference, strict=True))
+    totals = daemon.status()["totals"]
+    assert totals["failed_loads"] == totals["errors"] == 0
+    assert totals["hit_tokens"] >= 2 * sum(cached(len(p)) for p in prompts)
+
+
+def test_zeroed_bytes_give_other_tokens(engines: Engines, start_daemon: Start, prompt: Make) -> None:
+    """The negative control: the comparison of the other tests would notice wrong KV."""
+    first, second = engines.get("first"), engines.get("second")
+    daemon = start_daemon(first, second)
+    text = prompt(50, 1000)
+    cold = first.generate([text])[0]
+    wait_for_stores(daemon, len(text) // PAGE)
+    assert zero_l1(daemon) > 1_000_000
+    warm = second.generate([text])[0]
+    assert warm["cached_tokens"] == cached(len(text))
+    assert warm["tokens"] != cold["tokens"]
+    second.flush()

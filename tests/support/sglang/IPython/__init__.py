@@ -1,0 +1,1 @@
+"""A stand-in: SGLang imports IPython for notebooks."""

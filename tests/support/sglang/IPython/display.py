@@ -1,0 +1,7 @@
+"""The two names that SGLang imports."""
+
+
+class HTML: ...
+
+
+def display(*things: object) -> None: ...
