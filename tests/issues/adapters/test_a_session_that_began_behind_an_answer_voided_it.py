@@ -11,9 +11,9 @@ TOKENS = prompt(1, 4 * CHUNK + 10)
 
 
 def test_load_promised_before_a_new_session_is_loaded(make_daemon, make_engine):
-    daemon = make_daemon()
-    make_engine(daemon).generate("cold", TOKENS)
-    engine = make_engine(daemon)
+    daemon = make_daemon(tails="on")
+    first, engine = make_engine(daemon), make_engine(daemon)
+    first.generate("cold", TOKENS)
     half = engine.connector.scheduler
     decide, answered = half._loading.tokens_to_load, []
 
