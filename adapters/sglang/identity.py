@@ -73,7 +73,9 @@ def with_model(found: SGLangIdentity, server_args: Any, settings: SGLangSettings
     weights = ""
     try:
         folder, commit = _folder(str(resolved.model_path), resolved.revision)
-        whole.add("config.json", _config(folder))
+        whole.add("config.json", config := _config(folder))
+        if resolved.trust_remote_code and "auto_map" in config:
+            whole.refuse("--trust-remote-code: the code in the model's folder is not compared")
         if str(resolved.load_format) not in _FROM_FILES:
             raise NoWeights(f"load_format {resolved.load_format} does not take them from the model's files")
         if not commit:

@@ -32,11 +32,11 @@ class Ranks:
         return found
 
     def of_first(self, text: str) -> str:
-        """Take the text of the first rank. REQUIRES: all ranks call this."""
-        texts = [text]
+        """Take the ASCII text of the first rank. REQUIRES: all ranks call this, with texts of one length."""
+        taken = torch.tensor(list(text.encode("ascii")), dtype=torch.uint8)
         for group in self._groups:
-            distributed.broadcast_object_list(texts, distributed.get_global_rank(group, 0), group)
-        return texts[0]
+            distributed.broadcast(taken, distributed.get_global_rank(group, 0), group)
+        return bytes(taken.tolist()).decode("ascii")
 
 
 def ranks_of(params: Any, number: int, size: int) -> Ranks:

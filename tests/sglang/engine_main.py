@@ -28,10 +28,11 @@ def main() -> None:
     engine.shutdown()
 
 
-def op_generate(engine: Any, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
+def op_generate(engine: Any, prompts: list[list[int]], max_tokens: int, salt: str | None) -> dict[str, Any]:
     """All prompts at once, to their end."""
     sampling = {"temperature": 0, "max_new_tokens": max_tokens, "ignore_eos": True}
-    outputs = engine.generate(input_ids=prompts, sampling_params=sampling, return_logprob=True)
+    salts = [salt] * len(prompts) if salt else None
+    outputs = engine.generate(input_ids=prompts, sampling_params=sampling, return_logprob=True, cache_salt=salts)
     return {
         "outputs": [
             {

@@ -112,8 +112,10 @@ class Engine:
         self.send(op, **fields)
         return self.receive()
 
-    def generate(self, prompts: list[Prompt], max_tokens: int = 16) -> list[dict[str, Any]]:
-        outputs: list[dict[str, Any]] = self.ask("generate", prompts=prompts, max_tokens=max_tokens)["outputs"]
+    def generate(self, prompts: list[Prompt], max_tokens: int = 16, salt: str | None = None) -> list[dict[str, Any]]:
+        outputs: list[dict[str, Any]] = self.ask("generate", prompts=prompts, max_tokens=max_tokens, salt=salt)[
+            "outputs"
+        ]
         return outputs
 
     def flush(self) -> None:

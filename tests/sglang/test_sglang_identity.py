@@ -82,6 +82,14 @@ def test_weights_without_files_make_the_engine_private_unless_they_are_named(fol
     assert identity(folder, SGLangSettings(model_version="v1"), load_format="dummy").private == ""
 
 
+def test_code_in_the_models_folder_makes_the_engine_private_where_it_runs(tmp_path: Path) -> None:
+    config = tiny_models.llama(tmp_path, layers=1) / "config.json"
+    assert identity(tmp_path, trust_remote_code=True).private == ""
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"auto_map": {"AutoModel": "modeling.Model"}}))
+    assert identity(tmp_path).private == ""
+    assert "--trust-remote-code" in identity(tmp_path, trust_remote_code=True).private
+
+
 def test_a_variable_of_sglang_changes_the_identity(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = identity(folder).counted
     monkeypatch.setenv("SGLANG_SOMETHING_NEW", "1")

@@ -53,6 +53,18 @@ def test_a_second_engine_loads_what_the_first_stored_with_equal_tokens_and_logpr
     assert totals["hit_tokens"] >= 2 * sum(cached(len(p)) for p in prompts)
 
 
+def test_prompt_of_one_salt_is_not_found_under_another(engines: Engines, start_daemon: Start, prompt: Make) -> None:
+    first, second = engines.get("first"), engines.get("second")
+    daemon = start_daemon(first, second)
+    text = prompt(60, 700)
+    cold = first.generate([text], salt="one")[0]
+    wait_for_stores(daemon, len(text) // PAGE)
+    assert [second.generate([text], salt=salt)[0]["cached_tokens"] for salt in ("two", None)] == [0, 0]
+    warm = second.generate([text], salt="one")[0]
+    assert warm["cached_tokens"] == cached(len(text))
+    assert warm["tokens"] == cold["tokens"]
+
+
 def test_zeroed_bytes_give_other_tokens(engines: Engines, start_daemon: Start, prompt: Make) -> None:
     """The negative control: the comparison of the other tests would notice wrong KV."""
     first, second = engines.get("first"), engines.get("second")
