@@ -90,6 +90,7 @@ class HostRegion:
         transparent: bool = True,
         nodes: list[int] = ...,
         bound: bool = False,
+        fd: int = -1,
     ) -> None: ...
     @property
     def size(self) -> int: ...
@@ -437,6 +438,16 @@ class FileDevice:
 
 def checksum(data: Buffer) -> int:
     """XXH3-64. Of long data other threads of Python run meanwhile."""
+
+# ---- what a restart keeps of L1: csrc/l2/l1_objects.h ---------------------------------------------------
+
+def kept_pages(counts: bytes, extents: bytes, pages: int) -> tuple[bytes, list[tuple[int, int]]]:
+    """(1 for each object that fits, free extents). ValueError if objects overlap."""
+
+def digest_objects(
+    region: HostRegion, page_bytes: int, counts: bytes, extents: bytes, threads: int, deadline_nanos: int = 0
+) -> bytes:
+    """16 bytes for each object; zeros if it was not begun by the deadline. Other threads of Python run meanwhile."""
 
 class RecordTable:
     """The index of a file tier; `csrc/l2/record_table.h` is the manual. One thread uses it."""

@@ -12,11 +12,11 @@ must not touch. Spared chunks were next to be evicted: once their model has more
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import cast
 
 from kvserver.cache.chunk import Chunk, ModelUse
-from kvserver.cache.eviction import RingChunk, empty_ring, link, oldest, unlink
+from kvserver.cache.eviction import RingChunk, empty_ring, link, oldest, unlink, youngest_first
 
 
 class Shares:
@@ -54,3 +54,8 @@ class Shares:
         if chunk is not None:
             unlink(chunk)
         return chunk
+
+    def spared(self) -> Iterator[Chunk]:
+        """The chunks that are in the order of no policy, the youngest of each model first."""
+        for ring in self._spared.values():
+            yield from youngest_first(ring)

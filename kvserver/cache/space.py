@@ -6,9 +6,11 @@ a store plans (`store_plans`) and what a lookup finds (`cache`).
 
 from __future__ import annotations
 
+import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
+from itertools import chain
 from types import MappingProxyType
 
 from kvserver.cache.chunk import Chunk, ModelUse, Namespace
@@ -65,6 +67,27 @@ class Space:
         cleared = before - self.index.chunk_count
         self.cleared_chunks += cleared
         return cleared
+
+    def kept_by_a_restart(self) -> Iterator[tuple[Chunk, bool]]:
+        """READY chunks of durable namespaces, the next to evict last; True: the policy protects the chunk.
+
+        Deferred work is done first. REQUIRES: no pins, and no change meanwhile.
+        """
+        while self.step(sys.maxsize):
+            pass
+        spared = ((chunk, False) for chunk in self._shares.spared())
+        for chunk, protected in chain(self.policy.youngest_first(), spared):
+            if chunk.ready and chunk.namespace.durable and not chunk.detached:
+                yield chunk, protected
+
+    def adopt_chunk(
+        self, namespace: Namespace, key: bytes, ends: bytes, slots: bytes, ready: int, protected: bool
+    ) -> None:
+        """A chunk of an earlier daemon is in withheld pages: make it the oldest. REQUIRES: the namespace has no such key."""
+        chunk = self.index.add_chunk(namespace, key)
+        chunk.set_slots(ends, slots, ready)
+        namespace.model.pages += self.pool.use_withheld(slots)
+        self.policy.append(chunk, protected)
 
     @property
     def has_garbage(self) -> bool:

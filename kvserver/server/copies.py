@@ -118,6 +118,10 @@ class Copies:
             counts.benefit.copied(ticket.direction, waited, completion.nanos * 1e-9)
             self._count_copied(counts, ticket, completion)
 
+    def is_durable(self, request: Store, worker: Worker) -> bool:
+        """Whether a later start of an engine can find what is stored."""
+        return self.instances.instance_of(worker).durability(request.durability) is not Durability.PROCESS
+
     def coverage_in_l2(self, ticket: CopyTicket) -> tuple[Coverage, Durability] | None:
         """What the ticket's objects are for the tiers of L2, and for which; None if for none."""
         spec = ticket.worker.spec

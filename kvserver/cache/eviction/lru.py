@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import cast
 
 from kvserver.cache.chunk import Chunk
-from kvserver.cache.eviction.rings import NOWHERE, Place, RingChunk, Rings, empty_ring, oldest
+from kvserver.cache.eviction.rings import (
+    NOWHERE,
+    Place,
+    RingChunk,
+    Rings,
+    empty_ring,
+    link,
+    oldest,
+    youngest_first,
+)
 
 
 class LeastRecentlyUsed(Rings):
@@ -49,3 +58,10 @@ class LeastRecentlyUsed(Rings):
         if chunk is not None:
             self.untrack(chunk)
         return chunk
+
+    def youngest_first(self) -> Iterator[tuple[Chunk, bool]]:
+        for chunk in youngest_first(self._used):
+            yield chunk, False
+
+    def append(self, chunk: Chunk, protected: bool) -> None:
+        link(cast(RingChunk, chunk), self._used.younger)

@@ -8,7 +8,7 @@ evictions and by order, so that neither a larger L1 nor fewer requests need othe
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from kvserver.cache.chunk import Chunk, Namespace
@@ -49,3 +49,9 @@ class EvictionPolicy(Protocol):
         """Remove the chunk from the order, if it is tracked."""
 
     def tracks(self, chunk: Chunk) -> bool: ...
+
+    def youngest_first(self) -> Iterator[tuple[Chunk, bool]]:
+        """The READY chunks that are tracked, the next to evict last; True: the policy protects the chunk. REQUIRES: no change meanwhile."""
+
+    def append(self, chunk: Chunk, protected: bool) -> None:
+        """Make a READY chunk the oldest candidate of those that are protected, or of those that are not. REQUIRES: not tracked."""

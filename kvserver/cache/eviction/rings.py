@@ -5,6 +5,7 @@ Owns: a chunk's neighbours. Refuses to know: which ring means what. A chunk is i
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TypeAlias, cast
 
 from kvserver.cache.chunk import Chunk, Namespace
@@ -42,6 +43,14 @@ def empty_ring() -> End:
 
 def oldest(ring: End) -> RingChunk | None:
     return cast(RingChunk, ring.younger) if ring.younger is not ring else None
+
+
+def youngest_first(ring: End) -> Iterator[RingChunk]:
+    place = ring.older
+    while place is not ring:
+        chunk = cast(RingChunk, place)
+        yield chunk
+        place = chunk.older
 
 
 def link(chunk: RingChunk, younger: Place) -> None:

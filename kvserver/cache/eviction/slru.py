@@ -7,11 +7,21 @@ prefix, so no chunk is evicted before the chunks behind it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import cast
 
 from kvserver.cache.chunk import Chunk, Namespace
-from kvserver.cache.eviction.rings import NOWHERE, Place, RingChunk, Rings, empty_ring, link, oldest, unlink
+from kvserver.cache.eviction.rings import (
+    NOWHERE,
+    Place,
+    RingChunk,
+    Rings,
+    empty_ring,
+    link,
+    oldest,
+    unlink,
+    youngest_first,
+)
 
 PROTECTED_SHARE = 0.4
 _USED, _COUNTED = 1, 2
@@ -108,6 +118,17 @@ class ProtectedSegment(Rings):
             unlink(chunk)
             self._counts[chunk.state] -= 1
             chunk.state &= _USED
+
+    def youngest_first(self) -> Iterator[tuple[Chunk, bool]]:
+        for ring in (self._protected, self._probation):
+            for chunk in youngest_first(ring):
+                yield chunk, ring is self._protected
+
+    def append(self, chunk: Chunk, protected: bool) -> None:
+        chunk = cast(_SegmentChunk, chunk)
+        chunk.state = _PROTECTED if protected else _PROBATION
+        self._counts[chunk.state] += 1
+        link(chunk, (self._protected if protected else self._probation).younger)
 
     def _demote(self) -> None:
         """Back to probation with what is too much in the protected segment, but with no more than _DEMOTED chunks.
