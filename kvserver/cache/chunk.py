@@ -134,12 +134,9 @@ class Chunk:
         self.ready &= ~(1 << group)
         return slots
 
-    def set_slots(self, ends: bytes, slots: bytes, ready: int) -> None:
+    def set_slots(self, slots: bytes, done: int, ready: int) -> None:
         """All slots at once, as `slot_ends` and `joined_slots` had them. REQUIRES: it has none."""
-        groups = self.namespace.groups
-        self._slots = ends + slots
-        self.ready = ready
-        self.done = sum(mask for group, mask in enumerate(groups.masks) if ready >> group & 1)
+        self._slots, self.done, self.ready = slots, done, ready
 
     def remove_slots(self) -> bytes:
         """Remove all slots and return them joined."""

@@ -12,7 +12,7 @@ must not touch. Spared chunks were next to be evicted: once their model has more
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import cast
 
 from kvserver.cache.chunk import Chunk, ModelUse
@@ -55,7 +55,6 @@ class Shares:
             unlink(chunk)
         return chunk
 
-    def spared(self) -> Iterator[Chunk]:
+    def spared(self) -> list[Chunk]:
         """The chunks that are in the order of no policy, the youngest of each model first."""
-        for ring in self._spared.values():
-            yield from youngest_first(ring)
+        return [chunk for ring in self._spared.values() for chunk in youngest_first(ring)]

@@ -16,11 +16,11 @@ import threading
 import time
 import weakref
 from array import array
-from collections import defaultdict
-from itertools import accumulate
+from collections.abc import Sequence
+from itertools import accumulate, compress, groupby, pairwise
 
 from kvserver._native import HostRegion, digest_objects
-from kvserver.cache import Cache, Groups, Namespace, chunks_of, extents, page_count
+from kvserver.cache import Cache, Chunk, Groups, chunks_of, extents, page_count, split_keys
 from kvserver.events import Bus, ChunksStored
 from kvserver.protocol import KEY_BYTES
 from kvserver.restart.keeping import digest_threads
@@ -122,45 +122,63 @@ class Adoption:
         return None if self.done or any(self._cleared) else self._state.part(self._next, self._state.chunks)
 
     def _adopt(self, first: int, last: int) -> None:
-        cache, state = self._cache, self._state
-        digests = state.digests[DIGEST_BYTES * first : DIGEST_BYTES * last]
-        made: dict[int, Namespace] = {}  # in this slice
-        stored: defaultdict[tuple[int, int], list[bytes]] = defaultdict(list)  # by place and ready groups
-        for row in range(first, last):
-            place, slots = self._places[row], self._extents(row, row + 1)
-            key = state.keys[KEY_BYTES * row : KEY_BYTES * (row + 1)]
-            at = DIGEST_BYTES * (row - first)
-            namespace = made.get(place)
-            if namespace is None:
-                of = state.namespaces[place]
-                namespace = made[place] = cache.index.find_or_make_namespace(of.id, self._groups[place], of.model_name)
-            whole = self._found[at : at + DIGEST_BYTES] == digests[at : at + DIGEST_BYTES]
-            if not whole or self._cleared[place] or namespace.chunks.get(key) is not None:
-                self.damaged += not whole
-                for extent in extents(slots):
-                    cache.pool.release_pages(*extent)
-                continue
-            namespace.durable = True
-            ends = state.ends[self._ends[row] : self._ends[row + 1]]
-            ready = self._ready[row]
-            cache.adopt_chunk(namespace, key, ends, slots, ready, bool(state.flags[row] & PROTECTED))
-            stored[place, ready].append(key)
-            self.adopted += 1
-        for (place, ready), keys in stored.items():
-            self._publish(place, ready, keys)
+        rows = zip(self._places[first:last], self._ready[first:last], self._state.flags[first:last], strict=True)
+        end = first
+        for (place, ready, flags), run in groupby(rows):
+            begin, end = end, end + sum(1 for _ in run)
+            whole = self._whole(begin - first, begin, end)
+            if self._cleared[place] or not any(whole):
+                adopted = bytes(end - begin)
+            else:
+                adopted = self._adopt_run(place, ready, bool(flags & PROTECTED), begin, end, whole)
+            self.adopted += sum(adopted)
+            self.damaged += whole.count(0)
+            if not all(adopted):
+                for row, kept in enumerate(adopted, begin):
+                    for extent in extents(self._extents(row, row + 1)) if not kept else ():
+                        self._cache.pool.release_pages(*extent)
 
-    def _publish(self, place: int, ready: int, keys: list[bytes]) -> None:
+    def _whole(self, at: int, begin: int, end: int) -> bytes:
+        """1 for each of these rows whose digest is the state's. Those of row `begin` begin at row `at` of what was found."""
+        found = memoryview(self._found)[DIGEST_BYTES * at : DIGEST_BYTES * (at + end - begin)]
+        digests = memoryview(self._state.digests)[DIGEST_BYTES * begin : DIGEST_BYTES * end]
+        if found == digests:
+            return b"\1" * (end - begin)
+        parts = range(0, len(found), DIGEST_BYTES)
+        return bytes(found[part : part + DIGEST_BYTES] == digests[part : part + DIGEST_BYTES] for part in parts)
+
+    def _adopt_run(self, place: int, ready: int, protected: bool, begin: int, end: int, whole: bytes) -> bytes:
+        """Adopt neighbours in the order that are of one namespace and have the same objects; returns 1 for each that was adopted."""
+        state, index = self._state, self._cache.index
+        of = state.namespaces[place]
+        namespace = index.find_or_make_namespace(of.id, self._groups[place], of.model_name)
+        raw = state.keys[KEY_BYTES * begin : KEY_BYTES * end]
+        adopted = bytes(there is None and ok for there, ok in zip(namespace.chunks.find(raw), whole, strict=True))
+        if not any(adopted):
+            return adopted
+        keys = [key for (key,) in split_keys(raw)]
+        slots = [state.extents[EXTENT_BYTES * i : EXTENT_BYTES * j] for i, j in pairwise(self._firsts[begin : end + 1])]
+        if of.end_bytes:
+            ends = pairwise(self._ends[begin : end + 1])
+            slots = [state.ends[i:j] + slot for (i, j), slot in zip(ends, slots, strict=True)]
+        if not all(adopted):
+            keys, slots = list(compress(keys, adopted)), list(compress(slots, adopted))
+        namespace.durable = True
+        chunks = self._cache.adopt_chunks(namespace, keys, slots, ready, protected)
+        self._publish(place, ready, chunks)
+        return adopted
+
+    def _publish(self, place: int, ready: int, chunks: Sequence[Chunk]) -> None:
         """As if they had just been stored, by an engine that has disconnected."""
         of, groups = self._state.namespaces[place], self._groups[place]
         named = chunks_of(of.id) if of.tails else of.id
-        chunk = self._cache.index.find_chunks(of.id, keys[0])[0]
-        assert chunk is not None
+        keys = b"".join([chunk.key for chunk in chunks])
         for number, objects in enumerate(groups.objects):
             if ready >> number & 1:
                 slots = range(groups.first[number], groups.first[number] + groups.slots[number])
-                pages = sum(page_count(chunk.slot(slot)) for slot in slots)
-                event = ChunksStored(time.monotonic_ns(), "", of.model_name, named, b"".join(keys), objects, pages)
-                self._bus.publish(event, KEY_BYTES * len(keys))
+                pages = sum(page_count(chunks[0].slot(slot)) for slot in slots)
+                event = ChunksStored(time.monotonic_ns(), "", of.model_name, named, keys, objects, pages)
+                self._bus.publish(event, len(keys))
 
     def _log(self) -> None:
         dropped = self._state.chunks - self.adopted

@@ -11,10 +11,11 @@ from __future__ import annotations
 import os
 import time
 from array import array
+from collections.abc import Iterable
 
 from kvserver import __version__
 from kvserver._native import HostRegion, digest_objects
-from kvserver.cache import Cache, Chunk, ModelUse, Namespace
+from kvserver.cache import Cache, Chunk, Namespace
 from kvserver.restart.state import DIGEST_BYTES, EXTENT_BYTES, PROTECTED, KeptNamespace, State
 
 _DIGEST_SECONDS = 10.0
@@ -25,62 +26,46 @@ def digest_threads() -> int:
     return min(16, len(os.sched_getaffinity(0)))
 
 
-class _Rows:
-    def __init__(self, model_names: dict[ModelUse, str]) -> None:
-        self._model_names = model_names
-        self.namespaces: list[KeptNamespace] = []
-        self.places, self.ready, self.counts = array("I"), array("I"), array("I")
-        self.flags = bytearray()
-        self.keys: list[bytes] = []
-        self.ends: list[bytes] = []
-        self.extents: list[bytes] = []
-        self._place_of: dict[Namespace, int] = {}
-
-    def add(self, chunk: Chunk, protected: bool) -> None:
-        namespace = chunk.namespace
-        place = self._place_of.get(namespace)
-        if place is None:
-            place = self._place_of[namespace] = len(self.namespaces)
-            groups, model_name = namespace.groups, self._model_names[namespace.model]
-            self.namespaces.append(
-                KeptNamespace(namespace.id, model_name, groups.made_of, groups.ranks, groups.chunk_tokens, groups.tails)
-            )
-        slots = chunk.joined_slots
-        self.places.append(place)
-        self.flags.append(PROTECTED if protected else 0)
-        self.ready.append(chunk.ready)
-        self.keys.append(chunk.key)
-        self.ends.append(chunk.slot_ends)
-        self.counts.append(len(slots) // EXTENT_BYTES)
-        self.extents.append(slots)
-
-
 def make_state(cache: Cache, region: HostRegion, inode: int) -> State:
     """The state of all kept chunks. REQUIRES: nothing copies to or from L1 any more, and the cache is not used afterwards."""
-    rows = _Rows({use: name for name, use in cache.index.models.items()})
-    for chunk, protected in cache.kept_by_a_restart():
-        for group in range(len(chunk.namespace.groups.masks)):
-            if not chunk.ready >> group & 1:
-                chunk.remove_object(group)  # a rank's bytes are missing
-        rows.add(chunk, protected)
-    counts, extents = rows.counts.tobytes(), b"".join(rows.extents)
+    order = cache.kept_by_a_restart()
+    chunks = [chunk for of_order, _ in order for chunk in of_order]
+    place_of = {namespace: place for place, namespace in enumerate({chunk.namespace for chunk in chunks})}
+    _drop_incomplete(chunks, place_of)
+    slots = [chunk.joined_slots for chunk in chunks]
+    counts, joined = array("I", [len(slot) // EXTENT_BYTES for slot in slots]).tobytes(), b"".join(slots)
     deadline_ns = time.monotonic_ns() + int(_DIGEST_SECONDS * 1e9)
-    digests = digest_objects(region, cache.pool.page_bytes, counts, extents, digest_threads(), deadline_ns)
+    digests = digest_objects(region, cache.pool.page_bytes, counts, joined, digest_threads(), deadline_ns)
+    names = {use: name for name, use in cache.index.models.items()}
     state = State(
         version=__version__,
         page_bytes=cache.pool.page_bytes,
         inode=inode,
-        namespaces=rows.namespaces,
-        places=rows.places.tobytes(),
-        flags=bytes(rows.flags),
-        ready=rows.ready.tobytes(),
-        keys=b"".join(rows.keys),
-        ends=b"".join(rows.ends),
+        namespaces=[_kept(namespace, names[namespace.model]) for namespace in place_of],
+        places=array("I", [place_of[chunk.namespace] for chunk in chunks]).tobytes(),
+        flags=b"".join([bytes([PROTECTED * protected]) * len(of_order) for of_order, protected in order]),
+        ready=array("I", [chunk.ready for chunk in chunks]).tobytes(),
+        keys=b"".join([chunk.key for chunk in chunks]),
+        ends=b"".join([chunk.slot_ends for chunk in chunks]),
         counts=counts,
-        extents=extents,
+        extents=joined,
         digests=digests,
     )
     return state.part(0, _digested(digests))
+
+
+def _drop_incomplete(chunks: Iterable[Chunk], namespaces: Iterable[Namespace]) -> None:
+    """Remove the objects that lack a rank's bytes, in namespaces with several groups."""
+    several = {namespace for namespace in namespaces if len(namespace.groups.masks) > 1}
+    for chunk in [chunk for chunk in chunks if chunk.namespace in several] if several else ():
+        for group in range(len(chunk.namespace.groups.masks)):
+            if not chunk.ready >> group & 1:
+                chunk.remove_object(group)
+
+
+def _kept(namespace: Namespace, model_name: str) -> KeptNamespace:
+    groups = namespace.groups
+    return KeptNamespace(namespace.id, model_name, groups.made_of, groups.ranks, groups.chunk_tokens, groups.tails)
 
 
 def _digested(digests: bytes) -> int:

@@ -68,6 +68,8 @@ class State(msgspec.Struct, kw_only=True):
 
     def part(self, first: int, last: int) -> State:
         """The rows [first, last)."""
+        if first == 0 and last == self.chunks:
+            return self
         return msgspec.structs.replace(self, **{name: b"".join(list(rows)[first:last]) for name, rows in self._rows()})
 
     def in_namespaces(self, kept: Sequence[bool]) -> State:

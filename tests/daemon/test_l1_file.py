@@ -7,6 +7,7 @@ import random
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,6 +149,28 @@ def test_engine_stores_and_evicts_beside_adopted_chunks(make_daemon: Make, path:
     daemon.clear_and_check()
 
 
+def test_chunks_that_are_kept_are_matched_and_counted(kept: Daemon) -> None:
+    prompt = store_prompt(kept)
+    restart(kept)
+    with Worker(kept.endpoint) as worker:
+        worker.send(worker.description())
+        key = prompt.keys[0]
+        wait_until(lambda: kept.metric("kvserver_l1_chunks") == 3, what="the chunks are counted")
+        assert worker.lookup([key]) == 1
+    assert kept.status()["events"]["published_types"]["ChunksStored"] == 1
+
+
+def test_second_restart_right_after_ready_loses_nothing(make_daemon: Make, path: Path) -> None:
+    daemon = make_daemon(l1_file=path)
+    prompts = [store_prompt(daemon, 15) for _ in range(6)]
+    for _ in range(3):
+        assert daemon.terminate() == 0
+        daemon.start()
+    restart(daemon)
+    assert [hits(daemon, prompt) for prompt in prompts] == [15] * 6
+    daemon.audit()
+
+
 # ---- dropped ------------------------------------------------------------------------------------
 
 
@@ -267,6 +290,29 @@ def test_replaced_file_begins_empty(kept: Daemon, path: Path) -> None:
     start(kept)
     assert "the file was replaced" in kept.log
     assert hits(kept, prompt) == 0
+
+
+@pytest.mark.parametrize("rounds", [10, pytest.param(200, marks=pytest.mark.long)])
+def test_kill_while_a_state_is_written_or_adopted_leads_to_no_wrong_byte(kept: Daemon, path: Path, rounds: int) -> None:
+    source, prompts = random.Random(rounds), [store_prompt(kept, 15) for _ in range(8)]
+    for number in range(rounds):
+        if number % 2:  # while it ends
+            assert kept.process is not None
+            kept.process.terminate()
+            time.sleep(source.random() * 0.1)
+        kept.kill()
+        kept.start()
+        if not number % 2:  # while it adopts
+            time.sleep(source.random() * 0.05)
+            kept.kill()
+            kept.start()
+        found = [hits(kept, prompt) for prompt in prompts]
+        prompts = [prompt for prompt, count in zip(prompts, found, strict=True) if count == 15]
+        prompts += [store_prompt(kept, 15) for _ in range(8 - len(prompts))]
+        if not number % 3:
+            assert kept.terminate() == 0
+            kept.start()
+    kept.audit()
 
 
 # ---- refused ------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 from kvserver.cache.chunk import Chunk
@@ -12,7 +12,7 @@ from kvserver.cache.eviction.rings import (
     RingChunk,
     Rings,
     empty_ring,
-    link,
+    link_oldest,
     oldest,
     youngest_first,
 )
@@ -59,9 +59,8 @@ class LeastRecentlyUsed(Rings):
             self.untrack(chunk)
         return chunk
 
-    def youngest_first(self) -> Iterator[tuple[Chunk, bool]]:
-        for chunk in youngest_first(self._used):
-            yield chunk, False
+    def youngest_first(self) -> list[tuple[list[Chunk], bool]]:
+        return [(youngest_first(self._used), False)]
 
-    def append(self, chunk: Chunk, protected: bool) -> None:
-        link(cast(RingChunk, chunk), self._used.younger)
+    def append(self, chunks: Sequence[Chunk], protected: bool) -> None:
+        link_oldest(chunks, self._used)

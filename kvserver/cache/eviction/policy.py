@@ -8,7 +8,7 @@ evictions and by order, so that neither a larger L1 nor fewer requests need othe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from kvserver.cache.chunk import Chunk, Namespace
@@ -50,8 +50,11 @@ class EvictionPolicy(Protocol):
 
     def tracks(self, chunk: Chunk) -> bool: ...
 
-    def youngest_first(self) -> Iterator[tuple[Chunk, bool]]:
-        """The READY chunks that are tracked, the next to evict last; True: the policy protects the chunk. REQUIRES: no change meanwhile."""
+    def youngest_first(self) -> list[tuple[list[Chunk], bool]]:
+        """The READY chunks that are tracked, the next to evict last; True: the policy protects these."""
 
-    def append(self, chunk: Chunk, protected: bool) -> None:
-        """Make a READY chunk the oldest candidate of those that are protected, or of those that are not. REQUIRES: not tracked."""
+    def append(self, chunks: Sequence[Chunk], protected: bool) -> None:
+        """Make READY chunks the oldest candidates, the last one the oldest, of those that are protected or of those that are not.
+
+        REQUIRES: none is tracked.
+        """

@@ -7,7 +7,7 @@ prefix, so no chunk is evicted before the chunks behind it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 from kvserver.cache.chunk import Chunk, Namespace
@@ -18,6 +18,7 @@ from kvserver.cache.eviction.rings import (
     Rings,
     empty_ring,
     link,
+    link_oldest,
     oldest,
     unlink,
     youngest_first,
@@ -119,16 +120,15 @@ class ProtectedSegment(Rings):
             self._counts[chunk.state] -= 1
             chunk.state &= _USED
 
-    def youngest_first(self) -> Iterator[tuple[Chunk, bool]]:
-        for ring in (self._protected, self._probation):
-            for chunk in youngest_first(ring):
-                yield chunk, ring is self._protected
+    def youngest_first(self) -> list[tuple[list[Chunk], bool]]:
+        return [(youngest_first(self._protected), True), (youngest_first(self._probation), False)]
 
-    def append(self, chunk: Chunk, protected: bool) -> None:
-        chunk = cast(_SegmentChunk, chunk)
-        chunk.state = _PROTECTED if protected else _PROBATION
-        self._counts[chunk.state] += 1
-        link(chunk, (self._protected if protected else self._probation).younger)
+    def append(self, chunks: Sequence[Chunk], protected: bool) -> None:
+        ring, state = (self._protected, _PROTECTED) if protected else (self._probation, _PROBATION)
+        for chunk in cast(Sequence[_SegmentChunk], chunks):
+            chunk.state = state
+        self._counts[state] += len(chunks)
+        link_oldest(chunks, ring)
 
     def _demote(self) -> None:
         """Back to probation with what is too much in the protected segment, but with no more than _DEMOTED chunks.
