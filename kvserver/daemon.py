@@ -47,6 +47,7 @@ from kvserver.web.pages import StatusPages
 log = logging.getLogger("kvserver")
 
 _KEPT_ALIVE_THROUGH = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # each would end the daemon, at its start too
+_LAST_EVENTS_SECONDS = 2.0
 _LAST_WORDS_MS = 100  # for replies on their way to engines when a device is lost
 EXIT_DEVICE_LOST = 3  # a GPU failed for good: a new process may have better luck
 
@@ -90,14 +91,14 @@ def _run(configuration: Configuration, hardware: Hardware, drain_seconds: float)
         _handle_signals(server, parts.observability)
         parts.observability.start(pages.families)
         pages.start()
-        kept_l1.begin(cache, parts.bus)
+        kept_l1.begin(cache, parts.bus, parts.observability.hub)
         _freeze_garbage()
         _report_ready(settings, pages.port, parts)
         server.run()
         drained, lost = parts.upkeep.drain(drain_seconds), devices.lost
         if not drained and not lost:
             os._exit(1)  # the kernel closes the lifelines, after the copying threads have ended
-        stays = kept_l1.end(cache) if drained and not lost else ""
+        stays = _end_l1(parts) if kept_l1.keeps and drained and not lost else ""
         parts.observability.close(pages.last_families)
         if lost:
             _exit_lost(lost, endpoint)
@@ -214,6 +215,12 @@ def _freeze_garbage() -> None:
 
 
 # ---- end ----------------------------------------------------------------------------------------
+
+
+def _end_l1(parts: Parts) -> str:
+    """Leave L1 to the next daemon; returns what stays, for people."""
+    parts.bus.flush(_LAST_EVENTS_SECONDS)
+    return parts.kept_l1.end(parts.cache, parts.observability.hub)
 
 
 def _exit_lost(lost: str, endpoint: Endpoint) -> NoReturn:

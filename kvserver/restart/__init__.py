@@ -1,4 +1,4 @@
-"""What a restart keeps: L1 in a file, the state that describes its chunks, and their adoption by the next daemon."""
+"""L1 over a restart: its file, the state that describes its chunks, and their adoption by the next daemon."""
 
 from kvserver.restart.adoption import Adoption
 from kvserver.restart.kept_l1 import KeptL1, NoKeptL1, RestartableL1

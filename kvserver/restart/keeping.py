@@ -69,7 +69,7 @@ def _kept(namespace: Namespace, model_name: str) -> KeptNamespace:
 
 
 def _digested(digests: bytes) -> int:
-    """How many chunks from the first one on have a digest."""
+    """Number of chunks, from the first one on, that have a digest."""
     at = digests.find(_NO_DIGEST)
     while at >= 0 and at % DIGEST_BYTES:
         at = digests.find(_NO_DIGEST, at + 1)

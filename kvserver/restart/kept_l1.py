@@ -16,10 +16,13 @@ import time
 import weakref
 from typing import Protocol
 
+import msgspec
+
 from kvserver._native import HostRegion, kept_pages
 from kvserver.cache import Cache, PagePool, chunks_of
 from kvserver.config import Settings
 from kvserver.events import Bus
+from kvserver.kv_events import Hub
 from kvserver.protocol import ConfigError, chunk_tokens_for
 from kvserver.restart.adoption import Adoption
 from kvserver.restart.keeping import make_state
@@ -37,7 +40,7 @@ class KeptL1(Protocol):
     def make_pool(self, l1_bytes: int, page_bytes: int) -> PagePool:
         """The pages of L1 that may be used from now on, and no other."""
 
-    def begin(self, cache: Cache, bus: Bus) -> None:
+    def begin(self, cache: Cache, bus: Bus, hub: Hub) -> None:
         """Before the first turn: no later daemon finds the state. ConfigError if that cannot be achieved."""
 
     @property
@@ -49,8 +52,11 @@ class KeptL1(Protocol):
     def clear(self, prefix: bytes) -> None:
         """Adopt nothing of the namespaces whose id begins with the prefix."""
 
-    def end(self, cache: Cache) -> str:
-        """Leave the state to the next daemon, after the last copy. Returns what stays, for people."""
+    def end(self, cache: Cache, hub: Hub) -> str:
+        """Leave the state to the next daemon, after the last copy. Returns what stays, for people.
+
+        REQUIRES: the hub has handled all events.
+        """
 
 
 class NoKeptL1:
@@ -62,7 +68,7 @@ class NoKeptL1:
     def make_pool(self, l1_bytes: int, page_bytes: int) -> PagePool:
         return PagePool(l1_bytes, page_bytes)
 
-    def begin(self, cache: Cache, bus: Bus) -> None:
+    def begin(self, cache: Cache, bus: Bus, hub: Hub) -> None:
         pass
 
     def step(self) -> bool:
@@ -71,7 +77,7 @@ class NoKeptL1:
     def clear(self, prefix: bytes) -> None:
         pass
 
-    def end(self, cache: Cache) -> str:
+    def end(self, cache: Cache, hub: Hub) -> str:
         return ""
 
 
@@ -126,7 +132,7 @@ class RestartableL1:
             free = [(0, self.pool.pages)]
         return free[::-1]
 
-    def begin(self, cache: Cache, bus: Bus) -> None:
+    def begin(self, cache: Cache, bus: Bus, hub: Hub) -> None:
         try:
             self._file.remove_state()
         except OSError as error:
@@ -142,6 +148,10 @@ class RestartableL1:
             self._thread = threading.Thread(target=self._reserve, name="l1-reserve", daemon=True)
             self._thread.start()
         if self._state.chunks:
+            try:
+                hub.restore(self._state.descriptions)
+            except msgspec.MsgspecError as error:
+                log.warning("KV events do not describe what L1 kept: %s", error)
             self._adoption = Adoption(self._state, cache, self._region, bus)
             self._adoption.start()
 
@@ -191,7 +201,7 @@ class RestartableL1:
 
     # ---- end ----------------------------------------------------------------------------------
 
-    def end(self, cache: Cache) -> str:
+    def end(self, cache: Cache, hub: Hub) -> str:
         self._stopping = True
         if self._thread is not None:
             self._thread.join()
@@ -201,6 +211,7 @@ class RestartableL1:
         try:
             state = make_state(cache, self._region, self._file.inode)
             state = state.joined(rest) if rest is not None else state
+            state.descriptions = hub.encode_l1()
             self._file.write_state(encode(state))
             kept = state.chunks
         except OSError as error:

@@ -93,7 +93,7 @@ class L1File:
     # ---- the state ----------------------------------------------------------------------------
 
     def read_state(self) -> bytes | None:
-        """None if there is none. OSError if it cannot be read, or is not this user's own file."""
+        """The file's bytes; None if there is no file. OSError if it cannot be read, or is not this user's own file."""
         try:
             fd = os.open(self._state, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError:

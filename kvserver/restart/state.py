@@ -61,6 +61,7 @@ class State(msgspec.Struct, kw_only=True):
     counts: bytes = b""  # u32: extents of the chunk
     extents: bytes = b""
     digests: bytes = b""  # of the chunk's pages
+    descriptions: bytes = b""  # no column: contents of chunks, for KV events
 
     @property
     def chunks(self) -> int:
@@ -93,7 +94,7 @@ class State(msgspec.Struct, kw_only=True):
         )
 
     def _rows(self) -> Iterator[tuple[str, Iterator[bytes]]]:
-        """Each column, and its rows."""
+        """Rows of each column, by its name."""
         for name, size in _ROW_BYTES.items():
             yield name, (row for (row,) in struct.iter_unpack(f"{size}s", getattr(self, name)))
         end_bytes = [namespace.end_bytes for namespace in self.namespaces]

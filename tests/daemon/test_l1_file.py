@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -169,6 +170,18 @@ def test_second_restart_right_after_ready_loses_nothing(make_daemon: Make, path:
     restart(daemon)
     assert [hits(daemon, prompt) for prompt in prompts] == [15] * 6
     daemon.audit()
+
+
+def test_memory_that_stays_is_named_by_the_last_line_and_by_doctor(kept: Daemon, path: Path) -> None:
+    store_prompt(kept)
+    assert kept.terminate() == 0
+    last = kept.log.splitlines()[-1]
+    assert f"{os.stat(path).st_blocks * 512} bytes of memory stay in {path}, with 3 chunks" in last
+    command = [*kept.program, "doctor", "--json", "--l1-file", str(path), "--l1-size", "64MiB"]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True, timeout=120).stdout)
+    (text,) = [row["text"] for row in found if row["check"] == "L1 file"]
+    assert f"{path} has 64 MiB of memory" in text
+    assert f"rm {path} {state_of(path)} frees it" in text
 
 
 # ---- dropped ------------------------------------------------------------------------------------
