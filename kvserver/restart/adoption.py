@@ -16,6 +16,7 @@ import threading
 import time
 import weakref
 from array import array
+from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate, compress, groupby, pairwise
 
@@ -29,6 +30,7 @@ from kvserver.restart.state import DIGEST_BYTES, EXTENT_BYTES, PROTECTED, State
 log = logging.getLogger(__name__)
 
 SLICE = 512  # chunks that one turn adopts
+_PUBLISHED_AT_ONCE = 16  # runs of chunks
 _BATCH_CHUNKS = 8192  # verified in one native call, and
 _BATCH_BYTES = 256 << 20  # of their pages, but for a single larger chunk
 
@@ -52,6 +54,7 @@ class Adoption:
         self._thread: threading.Thread | None = None
         self.completion_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self.completion_fd).atexit = False
+        self._unpublished: deque[tuple[int, int, list[Chunk]]] = deque()  # place, ready groups, chunks
         self.adopted = self.damaged = 0
         self._began = 0.0
 
@@ -92,7 +95,12 @@ class Adoption:
         return self._next == self._state.chunks
 
     def step(self) -> bool:
-        """Adopt a slice of the chunks that are verified; True while there is more to do at once."""
+        """Adopt a slice of the chunks that are verified; True while there is more to do at once.
+
+        Events follow when all are adopted: the bus needs longer for them, and would slow down the rest.
+        """
+        if self.done:
+            return self._publish_some()
         if self._next == self._verified:
             try:
                 os.eventfd_read(self.completion_fd)
@@ -107,7 +115,7 @@ class Adoption:
         self._next = last
         if self.done:
             self._log()
-        return self._next < self._verified
+        return self._next < self._verified or self.done
 
     def clear(self, prefix: bytes) -> None:
         """Adopt no chunk of the namespaces whose id begins with the prefix."""
@@ -165,18 +173,28 @@ class Adoption:
             keys, slots = list(compress(keys, adopted)), list(compress(slots, adopted))
         namespace.durable = True
         chunks = self._cache.adopt_chunks(namespace, keys, slots, ready, protected)
-        self._publish(place, ready, chunks)
+        self._unpublished.append((place, ready, chunks))
         return adopted
 
+    def _publish_some(self) -> bool:
+        """Publish a few runs of chunks, if the bus has room; True while there are more and it has."""
+        for _ in range(_PUBLISHED_AT_ONCE):
+            if not self._unpublished or not self._bus.has_room(2):
+                return False
+            place, ready, chunks = self._unpublished.popleft()
+            self._publish(place, ready, chunks)
+        return bool(self._unpublished)
+
     def _publish(self, place: int, ready: int, chunks: Sequence[Chunk]) -> None:
-        """As if they had just been stored, by an engine that has disconnected."""
+        """As if they had just been stored, by an engine that has disconnected. One that has left L1 meanwhile was never announced."""
         of, groups = self._state.namespaces[place], self._groups[place]
         named = chunks_of(of.id) if of.tails else of.id
-        keys = b"".join([chunk.key for chunk in chunks])
         for number, objects in enumerate(groups.objects):
-            if ready >> number & 1:
+            resident = [c for c in chunks if ready & c.ready & 1 << number and not c.detached]
+            if resident:
                 slots = range(groups.first[number], groups.first[number] + groups.slots[number])
-                pages = sum(page_count(chunks[0].slot(slot)) for slot in slots)
+                pages = sum(page_count(resident[0].slot(slot)) for slot in slots)
+                keys = b"".join([chunk.key for chunk in resident])
                 event = ChunksStored(time.monotonic_ns(), "", of.model_name, named, keys, objects, pages)
                 self._bus.publish(event, len(keys))
 
