@@ -242,6 +242,24 @@ def test_other_policy_keeps_chunks(make_daemon: Make, path: Path, before: str, a
     daemon.audit()
 
 
+@pytest.mark.parametrize("flags", [{"l1_huge_pages": "off"}, {"share": "test/model=0.5"}, {"serving": "stores-off"}])
+def test_other_settings_keep_chunks(kept: Daemon, flags: dict[str, str]) -> None:
+    prompt = store_prompt(kept)
+    restart(kept, **flags)
+    assert hits(kept, prompt) == 3
+    kept.audit()
+
+
+def test_storage_that_comes_and_goes_keeps_chunks(kept: Daemon) -> None:
+    prompt = store_prompt(kept)
+    restart(kept, l2=f"file://{kept.folder}/tier?size=16MiB")
+    assert hits(kept, prompt) == 3
+    del kept.flags["l2"]
+    restart(kept)
+    assert hits(kept, prompt) == 3
+    kept.audit()
+
+
 def test_chunks_of_another_chunk_size_are_dropped(kept: Daemon) -> None:
     store_prompt(kept)
     restart(kept, chunk_tokens=32)
