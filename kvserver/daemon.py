@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from kvserver import __version__
 from kvserver._native import HostRegion
-from kvserver.cache import POLICIES, Cache, PagePool, page_bytes_for
+from kvserver.cache import POLICIES, Cache, page_bytes_for
 from kvserver.config import (
     Configuration,
     Placement,
@@ -36,6 +36,7 @@ from kvserver.l2 import make_tier
 from kvserver.observability import Observability
 from kvserver.parts import Parts
 from kvserver.protocol import ConfigError
+from kvserver.restart import KeptL1, L1File, NoKeptL1, RestartableL1
 from kvserver.routing import MatchPages
 from kvserver.server import Endpoint, Server
 from kvserver.snapshots import daemon_status, instances_status
@@ -46,6 +47,7 @@ from kvserver.web.pages import StatusPages
 log = logging.getLogger("kvserver")
 
 _KEPT_ALIVE_THROUGH = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # each would end the daemon, at its start too
+_LAST_EVENTS_SECONDS = 2.0
 _LAST_WORDS_MS = 100  # for replies on their way to engines when a device is lost
 EXIT_DEVICE_LOST = 3  # a GPU failed for good: a new process may have better luck
 
@@ -62,42 +64,47 @@ def serve(configuration: Configuration, hardware: Hardware = THIS_MACHINE, drain
     for name, meant in misspelt_variables(os.environ).items():
         log.warning("%s is no setting and has no effect; do you mean %s?", name, meant)
     with library_lines_logged():
-        _parts = _run(configuration, hardware, drain_seconds)  # kept: L1 is unpinned where it is freed, for seconds
-    log.info("stopped")
+        _parts, stays = _run(
+            configuration, hardware, drain_seconds
+        )  # kept: L1 is unpinned where it is freed, for seconds
+    log.info("stopped%s", stays)
     logging.shutdown()
     # Not by the interpreter's end, which frees L1, too, and at which threads that still answer pages leave complaints on stderr.
     os._exit(0)
 
 
-def _run(configuration: Configuration, hardware: Hardware, drain_seconds: float) -> Parts:
-    """Returns the parts, at rest."""
+def _run(configuration: Configuration, hardware: Hardware, drain_seconds: float) -> tuple[Parts, str]:
+    """Returns the parts, at rest, and what stays of L1, for people."""
     settings = configuration.settings
     http_token = read_token(settings.http_token_file)
-    chosen = chosen_l1(settings)
+    file = L1File(settings.l1_file) if settings.l1_file else None
+    chosen = file.choose(settings) if file is not None else chosen_l1(settings)
     endpoint = Endpoint(settings.endpoint)
     try:
         endpoint.bind()
         lifelines = Lifelines(endpoint.fd_file, secrets.token_hex(16))
-        region, devices, cache, placement = _make_l1(settings, chosen, hardware)
+        region, devices, cache, placement, kept_l1 = _make_l1(settings, chosen, hardware, file)
         tiers = _make_tiers(settings, region, cache.pool.page_bytes)
-        parts = Parts(settings, cache, devices, lifelines, placement, tiers=tiers)
+        parts = Parts(settings, cache, devices, lifelines, placement, tiers=tiers, kept_l1=kept_l1)
         server = parts.make_server(endpoint, partial(daemon_status, parts), stops_when_lost=True)
         pages = _make_pages(configuration, parts, server, http_token)
         _handle_signals(server, parts.observability)
         parts.observability.start(pages.families)
         pages.start()
+        kept_l1.begin(cache, parts.bus, parts.observability.hub)
         _freeze_garbage()
         _report_ready(settings, pages.port, parts)
         server.run()
         drained, lost = parts.upkeep.drain(drain_seconds), devices.lost
         if not drained and not lost:
             os._exit(1)  # the kernel closes the lifelines, after the copying threads have ended
+        stays = _end_l1(parts) if kept_l1.keeps and drained and not lost else ""
         parts.observability.close(pages.last_families)
         if lost:
             _exit_lost(lost, endpoint)
         pages.close()
         lifelines.shut()
-        return parts
+        return parts, stays
     finally:
         endpoint.close()
 
@@ -106,11 +113,13 @@ def _run(configuration: Configuration, hardware: Hardware, drain_seconds: float)
 
 
 def _make_l1(
-    settings: Settings, chosen: tuple[int, Placement], hardware: Hardware
-) -> tuple[HostRegion, Devices, Cache, Placement]:
-    """The devices that copy to and from L1, what decides on it, and where it is."""
+    settings: Settings, chosen: tuple[int, Placement], hardware: Hardware, file: L1File | None
+) -> tuple[HostRegion, Devices, Cache, Placement, KeptL1]:
+    """The devices that copy to and from L1, what decides on it, where it is, and what a restart keeps of it."""
     try:
-        region, placement = map_l1(settings, *chosen)
+        if file is not None:
+            file.resize(chosen[0])
+        region, placement = map_l1(settings, *chosen, fd=file.fd if file is not None else -1)
         page_bytes = page_bytes_for(region.size)
         cpu = hardware.make_cpu(region, page_bytes, settings.copy_threads)
     except (OSError, MemoryError, RuntimeError) as error:  # a limit of address space, of threads
@@ -121,8 +130,9 @@ def _make_l1(
     rules = GpuRules(hardware.open_gpu, settings.gpus, settings.pin != "off", hardware.gpu_way)
     devices = Devices(cpu, region, page_bytes, rules)
     devices.make_ready()
-    pool, policy = PagePool(region.size, page_bytes), POLICIES[settings.eviction_policy]()
-    return region, devices, Cache(pool, policy, parse_shares(settings.share)), placement
+    kept_l1 = RestartableL1(file, region, settings, page_bytes) if file is not None else NoKeptL1()
+    pool, policy = kept_l1.make_pool(region.size, page_bytes), POLICIES[settings.eviction_policy]()
+    return region, devices, Cache(pool, policy, parse_shares(settings.share)), placement, kept_l1
 
 
 def _make_tiers(settings: Settings, region: HostRegion, page_bytes: int) -> list[ConfiguredTier]:
@@ -205,6 +215,12 @@ def _freeze_garbage() -> None:
 
 
 # ---- end ----------------------------------------------------------------------------------------
+
+
+def _end_l1(parts: Parts) -> str:
+    """Leave L1 to the next daemon; returns what stays, for people."""
+    parts.bus.flush(_LAST_EVENTS_SECONDS)
+    return parts.kept_l1.end(parts.cache, parts.observability.hub)
 
 
 def _exit_lost(lost: str, endpoint: Endpoint) -> NoReturn:

@@ -19,6 +19,7 @@ from kvserver.engines import EngineReports, Instances, Lifelines, Ticket, Worker
 from kvserver.observability import Observability
 from kvserver.protocol import PROTOCOL_VERSION, HelloReply
 from kvserver.protocol.status import DaemonStatus
+from kvserver.restart import KeptL1, NoKeptL1
 from kvserver.server import (
     Copies,
     Endpoint,
@@ -33,7 +34,7 @@ from kvserver.server import (
 )
 from kvserver.tiering import ConfiguredTier, make_storage, resync_of_l1
 
-_NO_PLACEMENT = Placement()
+_NO_PLACEMENT, _NOT_KEPT = Placement(), NoKeptL1()
 
 
 class Parts:
@@ -48,6 +49,7 @@ class Parts:
         placement: Placement = _NO_PLACEMENT,
         clock: Callable[[], float] = time.monotonic,
         tiers: Sequence[ConfiguredTier] = (),
+        kept_l1: KeptL1 = _NOT_KEPT,
     ) -> None:
         """ConfigError if an exporter or observer of the settings cannot be made. `placement`: of L1. `tiers`: of L2."""
         self.settings = settings
@@ -56,6 +58,7 @@ class Parts:
         self.devices = devices
         self.lifelines = lifelines
         self.placement = placement
+        self.kept_l1 = kept_l1
         self.clock = clock
         self.observability = observability = Observability(
             settings, self.boot_id, cache.pool.pages, cache.pool.page_bytes
@@ -67,7 +70,7 @@ class Parts:
         copies = Copies(cache.pool, self.tickets, instances, bus, clock)
         self.storage = storage = make_storage(tiers, cache, bus, settings.lease_seconds, clock)
         lookups = L1Lookups(cache, devices, instances, settings.lease_seconds, storage, self.serving, bus, clock)
-        self.stores = Stores(cache, copies, bus, storage, self.serving)
+        self.stores = Stores(cache, copies, bus, storage, self.serving, kept_l1.keeps)
         loads = Loads(cache, copies, bus, storage, self.serving)
         self.workers = Workers(
             settings, cache, devices, self.tickets, instances, lifelines, storage.instance_ended, bus, clock
@@ -81,6 +84,7 @@ class Parts:
             workers=self.workers,
             resync=resync_of_l1(cache.index, bus),
             storage=storage,
+            kept_l1=kept_l1,
             bus=bus,
             clock=clock,
         )

@@ -30,6 +30,7 @@ ORDER = [
     "routing",
     "engines",
     "tiering",
+    "restart",
     "service_manager",
     "server",
     "observability",

@@ -40,7 +40,8 @@ void advise(void* address, uint64_t size, const Placement& placement) {
     (void)madvise(address, size, MADV_DONTFORK);
 }
 
-int mapping_flags(const Placement& placement) {
+int mapping_flags(const Placement& placement, int fd) {
+    if (fd >= 0) return MAP_SHARED | MAP_NORESERVE;
     constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS;
     if (placement.huge_page_bytes == 0) return kFlags | MAP_NORESERVE;
     return kFlags | MAP_HUGETLB | std::countr_zero(placement.huge_page_bytes) << MAP_HUGE_SHIFT;
@@ -57,10 +58,10 @@ uint64_t whole_pages(uint64_t size, uint64_t page_bytes) {
 
 }  // namespace
 
-HostRegion::HostRegion(uint64_t size, const Placement& placement)
+HostRegion::HostRegion(uint64_t size, const Placement& placement, int fd)
     : size_(size), mapped_bytes_(whole_pages(size, placement.huge_page_bytes)) {
     void* address =
-        mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE, mapping_flags(placement), -1, 0);
+        mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE, mapping_flags(placement, fd), fd, 0);
     if (address == MAP_FAILED)
         throw std::runtime_error("mmap of " + std::to_string(mapped_bytes_) + " bytes for L1" +
                                  (placement.huge_page_bytes ? " in huge pages: " : ": ") +

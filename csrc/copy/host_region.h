@@ -27,10 +27,14 @@ struct NumaPolicy {
 };
 NumaPolicy numa_policy_at(const void* address);  // of that memory; of this thread for null
 
-// The L1 region: private memory, touched lazily. It exists as long as the process serves.
+// The L1 region: private memory, touched lazily, or a file of a memory file system, shared with no
+// process but the next one. It exists as long as the process serves.
 class HostRegion : public std::enable_shared_from_this<HostRegion> {
   public:
-    explicit HostRegion(uint64_t size, const Placement& placement = {});  // std::runtime_error
+    // `fd`: of the file, whose pages are its own, not placement's; -1: none. It may be closed
+    // afterwards. A page that the file system cannot provide is a SIGBUS at its first touch.
+    explicit HostRegion(uint64_t size, const Placement& placement = {},
+                        int fd = -1);  // std::runtime_error
     ~HostRegion();
     HostRegion(const HostRegion&) = delete;
     HostRegion& operator=(const HostRegion&) = delete;

@@ -169,12 +169,12 @@ NB_MODULE(_native, m) {
         .def_prop_ro("positions", &BlockIds::positions);
     nb::class_<HostRegion>(m, "HostRegion")
         .def(nb::new_([](uint64_t size, uint64_t huge_page_bytes, bool transparent,
-                         std::vector<unsigned> nodes, bool bound) {
+                         std::vector<unsigned> nodes, bool bound, int fd) {
                  return make_without_gil<HostRegion>(
-                     size, Placement{huge_page_bytes, transparent, std::move(nodes), bound});
+                     size, Placement{huge_page_bytes, transparent, std::move(nodes), bound}, fd);
              }),
              "size"_a, "huge_page_bytes"_a = 0, "transparent"_a = true,
-             "nodes"_a = std::vector<unsigned>(), "bound"_a = false)
+             "nodes"_a = std::vector<unsigned>(), "bound"_a = false, "fd"_a = -1)
         .def_prop_ro("size", &HostRegion::size)
         .def_prop_ro(
             "address",

@@ -6,11 +6,13 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstring>
 #include <optional>
 #include <stdexcept>
 #include <tuple>
 
 #include "l2/file_device.h"
+#include "l2/l1_objects.h"
 #include "l2/record.h"
 #include "l2/record_table.h"
 #include "python/bindings.h"
@@ -33,6 +35,35 @@ std::shared_ptr<Record> make_record(std::shared_ptr<HostRegion> region, uint64_t
     return std::make_shared<Record>(L1{std::move(region), page_bytes},
                                     RecordName{to_string(ns), group, to_string(key)},
                                     to_string(coverage), generation, extents, slot_bytes);
+}
+
+std::vector<uint32_t> to_counts(const nb::bytes& raw) {
+    if (raw.size() % sizeof(uint32_t) != 0) throw std::invalid_argument("counts: not whole u32");
+    std::vector<uint32_t> counts(raw.size() / sizeof(uint32_t));
+    std::memcpy(counts.data(), raw.c_str(), raw.size());
+    return counts;
+}
+
+std::tuple<nb::bytes, std::vector<std::pair<uint32_t, uint32_t>>> kept_pages_of(
+    const nb::bytes& counts, const nb::bytes& extents, uint32_t pages) {
+    const KeptPages kept = kept_pages(to_counts(counts), to_extents(extents), pages);
+    std::vector<std::pair<uint32_t, uint32_t>> free;
+    for (const Extent& extent : kept.free) free.emplace_back(extent.first, extent.count);
+    return {nb::bytes(kept.fits.data(), kept.fits.size()), std::move(free)};
+}
+
+nb::bytes digests_of(std::shared_ptr<HostRegion> region, uint64_t page_bytes,
+                     const nb::bytes& counts, const nb::bytes& extents, unsigned threads,
+                     uint64_t deadline_nanos) {
+    const auto of_objects = to_counts(counts);
+    const auto pages = to_extents(extents);
+    std::vector<DigestBytes> digests;
+    {
+        nb::gil_scoped_release released;
+        digests = digest_objects({std::move(region), page_bytes}, of_objects, pages, threads,
+                                 deadline_nanos);
+    }
+    return nb::bytes(digests.data(), digests.size() * sizeof(DigestBytes));
 }
 
 nb::bytes pack(const Record& record) {
@@ -293,5 +324,8 @@ void bind_l2(nb::module_& m) {
         .def("close", &FileDevice::close, "wait_nanos"_a, nb::call_guard<nb::gil_scoped_release>());
     m.def("checksum", &checksum_of, "data"_a,
           "XXH3-64. Of long data other threads of Python run meanwhile.");
+    m.def("kept_pages", &kept_pages_of, "counts"_a, "extents"_a, "pages"_a);
+    m.def("digest_objects", &digests_of, "region"_a, "page_bytes"_a, "counts"_a, "extents"_a,
+          "threads"_a, "deadline_nanos"_a = 0);
     bind_record_table(m);
 }

@@ -1,7 +1,7 @@
 """The decisions of L1: which chunks are resident, in which pages, and which are evicted."""
 
 from kvserver.cache.cache import Cache
-from kvserver.cache.chunk import Chunk
+from kvserver.cache.chunk import Chunk, Namespace
 from kvserver.cache.eviction import POLICIES
 from kvserver.cache.groups import WHOLE_CHUNKS, GroupObjects, Groups, one_group
 from kvserver.cache.index import Index, split_keys
@@ -19,5 +19,5 @@ from kvserver.cache.namespace import (
     tails_of,
     with_variant,
 )
-from kvserver.cache.pages import PagePool, page_bytes_for, page_count
+from kvserver.cache.pages import PagePool, extents, page_bytes_for, page_count
 from kvserver.cache.store_plan import StorePlan

@@ -72,6 +72,7 @@ class Cache:
         self.pool, self.policy, self.index, self.leases = pool, policy, space.index, space.leases
         self.pin_chunks, self.unpin_chunks = space.pin_chunks, space.unpin_chunks
         self.clear_namespaces, self.step = space.clear_namespaces, space.step
+        self.kept_by_a_restart, self.adopt_chunks = space.kept_by_a_restart, space.adopt_chunks
         plans = StorePlans(space)
         self.plan_store, self.extend_plan, self.finish_store = plans.plan_store, plans.extend_plan, plans.finish_store
         self.has_objects, self.drop_objects = plans.has_objects, plans.drop_objects

@@ -39,7 +39,7 @@ class ModelUse:
 class Namespace:
     """Chunks that one set of engines may share. Setting `cleared` detaches all of them at once."""
 
-    __slots__ = ("_left", "chunks", "cleared", "groups", "id", "model")
+    __slots__ = ("_left", "chunks", "cleared", "durable", "groups", "id", "model")
 
     def __init__(self, id: bytes, groups: Groups, model: ModelUse) -> None:
         self.id = id
@@ -47,6 +47,7 @@ class Namespace:
         self.model = model
         self.chunks: KeyTable[Chunk] = KeyTable(secrets.randbits(64))  # by key
         self.cleared = False
+        self.durable = False  # a later start of an engine can find it, so a restart of the daemon may keep it
         self._left: Namespace | None = None
 
     @property
@@ -86,7 +87,7 @@ class Chunk:
     @property
     def empty(self) -> bool:
         """True if the chunk has no slot."""
-        return not self._joined
+        return not self.joined_slots
 
     def has_slot(self, number: int) -> bool:
         """True if the slot is done or being filled."""
@@ -134,17 +135,27 @@ class Chunk:
         self.ready &= ~(1 << group)
         return slots
 
+    def set_slots(self, slots: bytes, done: int, ready: int) -> None:
+        """All slots at once, as `slot_ends` and `joined_slots` had them. REQUIRES: it has none."""
+        self._slots, self.done, self.ready = slots, done, ready
+
     def remove_slots(self) -> bytes:
         """Remove all slots and return them joined."""
-        slots, self._slots = self._joined, b""
+        slots, self._slots = self.joined_slots, b""
         return slots
 
     @property
     def page_count(self) -> int:
-        return page_count(self._joined)
+        return page_count(self.joined_slots)
 
     @property
-    def _joined(self) -> bytes:
+    def slot_ends(self) -> bytes:
+        """Where in the chunk's own form each of several slots ends; b"" of a single one."""
+        count = self.namespace.groups.slot_count
+        return b"" if count == 1 else self._slots[: 4 * count]
+
+    @property
+    def joined_slots(self) -> bytes:
         count = self.namespace.groups.slot_count
         return self._slots if count == 1 else self._slots[4 * count :]
 

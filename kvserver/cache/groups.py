@@ -51,11 +51,24 @@ class Groups:
     - `tails`: chunks are single blocks, of prompts' last chunks.
     """
 
-    __slots__ = ("_chunk_tokens", "_others", "first", "full", "masks", "objects", "slot_count", "slots", "tails")
+    __slots__ = (
+        "_others",
+        "chunk_tokens",
+        "first",
+        "full",
+        "made_of",
+        "masks",
+        "objects",
+        "ranks",
+        "slot_count",
+        "slots",
+        "tails",
+    )
 
     def __init__(self, groups: Sequence[ObjectGroup], ranks: int, chunk_tokens: int, *, tails: bool = False) -> None:
         self.tails = tails
-        self._chunk_tokens = chunk_tokens
+        self.made_of, self.ranks = tuple(groups), ranks
+        self.chunk_tokens = chunk_tokens
         self.slots = [1 if group.replicated else ranks for group in groups]
         self.first = [sum(self.slots[:number]) for number in range(len(groups))]
         self.slot_count = sum(self.slots)
@@ -79,7 +92,7 @@ class Groups:
         """The first chunk of which a hit at the boundary needs an object."""
         if self.full:
             return 0
-        return min((group.first_needed(boundary, self._chunk_tokens) for _, group in self._others), default=boundary)
+        return min((group.first_needed(boundary, self.chunk_tokens) for _, group in self._others), default=boundary)
 
     def _missing(self, chunks: Sequence[_HasReady | None], boundary: int, found: list[int]) -> int:
         """The last chunk that lacks an object that a hit at the boundary needs; -1 if there is none.
@@ -87,7 +100,7 @@ class Groups:
         `found`: from which chunk on each group has all objects up to an earlier, greater boundary: none is looked at twice.
         """
         for index, (bit, group) in enumerate(self._others):
-            first = group.first_needed(boundary, self._chunk_tokens)
+            first = group.first_needed(boundary, self.chunk_tokens)
             for number in range(min(boundary, found[index]) - 1, first - 1, -1):
                 chunk = chunks[number]
                 if chunk is None or not chunk.ready & bit:

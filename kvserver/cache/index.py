@@ -7,7 +7,7 @@ One thread uses it.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 from kvserver.cache.chunk import Chunk, ModelUse, Namespace
@@ -64,6 +64,15 @@ class Index:
         self._count(namespace, 1)
         return chunk
 
+    def add_chunks(self, namespace: Namespace, keys: Sequence[bytes]) -> list[Chunk]:
+        """As add_chunk(), many at once. REQUIRES: there are some."""
+        self._namespaces[namespace.id] = namespace
+        made = [self._make_chunk(namespace, key) for key in keys]
+        for key, chunk in zip(keys, made, strict=True):
+            namespace.chunks.add(key, chunk)
+        self._count(namespace, len(keys))
+        return made
+
     def detach_chunk(self, chunk: Chunk) -> None:
         """Detach one chunk. REQUIRES: not detached."""
         namespace = chunk.namespace
@@ -93,6 +102,9 @@ class Index:
         else:
             self.chunk_count += more
             namespace.model.chunks += more
+
+    def namespaces(self) -> list[Namespace]:
+        return list(self._namespaces.values())
 
     def namespace_ids(self) -> list[bytes]:
         return list(self._namespaces)

@@ -8,7 +8,10 @@ order. Joined slots are a list of extents, too. A slot is nearly always one exte
 as large as possible.
 
 Owns: the free pages, as extents: runs of neighbouring pages, merged as soon as they touch. Refuses to know: a page's content and
-owner, and how memory is pinned. One thread uses it. Invariant: unused_pages + used_pages == pages.
+owner, and how memory is pinned. One thread uses it. Invariant: unused_pages + used_pages + withheld_pages == pages.
+
+A daemon that finds objects of an earlier one in L1 withholds their pages until it has verified or dropped them, and all pages whose
+memory is not reserved yet.
 """
 
 from __future__ import annotations
@@ -58,14 +61,15 @@ def page_count(slot: bytes) -> int:
 class PagePool:
     """Pages 0..pages-1, allocated by best fit. A call costs O(extents allocated or freed), however many are free."""
 
-    def __init__(self, l1_bytes: int, page_bytes: int) -> None:
+    def __init__(self, l1_bytes: int, page_bytes: int, withheld: bool = False) -> None:
+        """`withheld`: all pages are, until they are released or used."""
         self.page_bytes = page_bytes
-        self.pages = l1_bytes // page_bytes
+        self.pages = self.withheld_pages = l1_bytes // page_bytes
         self.pinned_pages = 0  # no free extent crosses this boundary
         self._pinned = _FreeExtents()
         self._unpinned = _FreeExtents()
-        if self.pages:
-            self._unpinned.add_extent(0, self.pages)
+        if self.pages and not withheld:
+            self.release_pages(0, self.pages)
 
     @property
     def unused_pages(self) -> int:
@@ -73,7 +77,7 @@ class PagePool:
 
     @property
     def used_pages(self) -> int:
-        return self.pages - self.unused_pages
+        return self.pages - self.unused_pages - self.withheld_pages
 
     def pages_for(self, slot_bytes: int) -> int:
         pages = -(-slot_bytes // self.page_bytes)
@@ -100,6 +104,17 @@ class PagePool:
         for first, count in extents(slot):
             self._free_extent(first, count)
         assert self.unused_pages <= self.pages, "a slot was freed twice"
+
+    def release_pages(self, first: int, count: int) -> None:
+        """Make withheld pages free. REQUIRES: each is withheld."""
+        self.withheld_pages -= count
+        self._free_extent(first, count)
+
+    def use_withheld(self, slot: bytes) -> int:
+        """Withheld pages have become a slot, or several joined; they are freed as others are. Returns their number."""
+        pages = page_count(slot)
+        self.withheld_pages -= pages
+        return pages
 
     def mark_pinned(self, pages: int) -> None:
         """The first `pages` pages are pinned; a slot in use may cross the boundary. REQUIRES: never fewer than before.

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import cast
 
 from kvserver.cache.chunk import Chunk, ModelUse
-from kvserver.cache.eviction import RingChunk, empty_ring, link, oldest, unlink
+from kvserver.cache.eviction import RingChunk, empty_ring, link, oldest, unlink, youngest_first
 
 
 class Shares:
@@ -55,3 +55,7 @@ class Shares:
         if chunk is not None:
             unlink(chunk)
         return chunk
+
+    def spared(self) -> list[Chunk]:
+        """The chunks that are in the order of no policy, the youngest of each model first."""
+        return [chunk for ring in self._spared.values() for chunk in youngest_first(ring)]

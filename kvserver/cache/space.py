@@ -6,6 +6,7 @@ store plans (`store_plans`) and what a lookup finds (`cache`).
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
@@ -64,6 +65,32 @@ class Space:
         cleared = before - self.index.chunk_count
         self.cleared_chunks += cleared
         return cleared
+
+    def kept_by_a_restart(self) -> list[tuple[list[Chunk], bool]]:
+        """READY chunks of durable namespaces, the next to evict last; True: the policy protects these.
+
+        Deferred work is done first. REQUIRES: nothing is filled or read.
+        """
+        while self.step(sys.maxsize):
+            pass
+        durable = {namespace for namespace in self.index.namespaces() if namespace.durable}
+        order = [*self.policy.youngest_first(), (self._shares.spared(), False)]
+        return [([c for c in chunks if c.ready and c.namespace in durable], protected) for chunks, protected in order]
+
+    def adopt_chunks(
+        self, namespace: Namespace, keys: Sequence[bytes], slots: Sequence[bytes], ready: int, protected: bool
+    ) -> list[Chunk]:
+        """Chunks of an earlier daemon, in withheld pages: make each the oldest, in this order. REQUIRES: the namespace has none of the keys.
+
+        `slots`: of each chunk its `slot_ends` and `joined_slots`.
+        """
+        chunks = self.index.add_chunks(namespace, keys)
+        done = sum(mask for group, mask in enumerate(namespace.groups.masks) if ready >> group & 1)
+        for chunk, of_chunk in zip(chunks, slots, strict=True):
+            chunk.set_slots(of_chunk, done, ready)
+        namespace.model.pages += self.pool.use_withheld(b"".join([chunk.joined_slots for chunk in chunks]))
+        self.policy.append(chunks, protected)
+        return chunks
 
     @property
     def has_garbage(self) -> bool:

@@ -40,3 +40,4 @@ class StorePlan:
     skipped: int = 0  # objects that were resident, or that another store fills
     no_space: int = 0  # objects that found no space in L1
     after: tuple[bytes, bytes] | None = None  # of a tail: (namespace id, key) of the chunk before it
+    durable: bool = False  # a later start of an engine can find what is stored

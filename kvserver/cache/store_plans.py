@@ -38,6 +38,7 @@ class StorePlans:
         steps: int = sys.maxsize,
         model_name: str = "",
         after: tuple[bytes, bytes] | None = None,
+        durable: bool = False,
     ) -> StorePlan:
         """Allocate slots for the objects of `group` of which none of these slots is there yet, and pin their chunks.
 
@@ -62,7 +63,7 @@ class StorePlans:
         fitting = len(range(places.start, min(places.stop, room), places.step))
         plan = StorePlan(
             group, slots, groups, namespace_id, model_name, keys[: fitting * KEY_BYTES], pages,
-            complete=False, after=after,
+            complete=False, after=after, durable=durable,
         )  # fmt: skip
         plan.no_space = count - fitting
         plan.found = [chunk for chunk in self._space.index.find_chunks(namespace_id, plan.keys) if chunk is not None]
@@ -77,6 +78,7 @@ class StorePlans:
         """
         plan.steps = steps
         namespace = self._space.index.find_or_make_namespace(plan.namespace_id, plan.groups, plan.model_name)
+        namespace.durable = plan.durable and (namespace.durable or not namespace.chunks)
         first = len(plan.prefix)
         for position, (key,) in enumerate(split_keys(plan.keys[first * KEY_BYTES :]), first):
             if plan.steps <= 0:

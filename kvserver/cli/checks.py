@@ -131,7 +131,7 @@ def shared_memory(machine: Machine) -> Finding:
 def l1_memory(machine: Machine) -> Finding:
     free, bound = available_memory(machine.root)
     try:
-        wanted, placement = choose_l1(machine.settings, machine.root)
+        wanted, placement = choose_l1(machine.settings, machine.root, kept_bytes=_kept_bytes(machine))
     except ConfigError as error:
         fits = max(64, free // 2 // MiB)
         explicit = machine.settings.l1_huge_pages in HUGE_PAGE_BYTES
@@ -144,10 +144,30 @@ def l1_memory(machine: Machine) -> Finding:
     return ok(f"{text} of {size(free)} left by {bound}, in {pages}")
 
 
+def l1_file(machine: Machine) -> Finding:
+    """Name the memory that stays after a stop."""
+    path = machine.settings.l1_file
+    if not path:
+        return ok("there is no --l1-file, so L1 ends with the daemon")
+    if not (kept := _kept_bytes(machine)):
+        return ok(f"{path} has no memory yet; it keeps that of L1 after a stop")
+    state = Path(f"{path}.state")
+    what = "the chunks that a daemon left in it" if state.exists() else "no chunks of an ended daemon"
+    return ok(f"{path} has {size(kept)} of memory, also after a stop, and {what}; rm {path} {state} frees it")
+
+
+def _kept_bytes(machine: Machine) -> int:
+    """Memory that L1's file has already."""
+    try:
+        return os.stat(machine.settings.l1_file).st_blocks * 512 if machine.settings.l1_file else 0
+    except OSError:
+        return 0
+
+
 def memory_beside_l1(machine: Machine) -> Finding:
     """Check whether a container's limit is enough for L1 and the daemon's other memory: a daemon that grows past it is killed."""
     try:
-        l1_bytes, placement = choose_l1(machine.settings, machine.root)
+        l1_bytes, placement = choose_l1(machine.settings, machine.root, kept_bytes=_kept_bytes(machine))
     except ConfigError as error:  # of a running daemon, whose L1 is what is missing
         if machine.settings.l1_size == "auto":
             return ok(f"not known: {error}")

@@ -24,6 +24,7 @@ Check = Callable[[Machine], Finding]
 CHECKS: dict[str, Check] = {
     "shared memory": checks.shared_memory,
     "L1 memory": checks.l1_memory,
+    "L1 file": checks.l1_file,
     "memory limit": checks.memory_beside_l1,
     "locked memory": checks.locked_memory,
     "huge pages": checks.huge_pages,

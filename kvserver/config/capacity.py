@@ -116,9 +116,10 @@ def _cgroup_folders(root: Path, controller: str) -> list[tuple[Path, tuple[str, 
     return found
 
 
-def choose_l1_bytes(setting: str, root: Path = Path("/")) -> int:
-    """Bytes of L1. ConfigError with the numbers if so much memory is not free."""
+def choose_l1_bytes(setting: str, root: Path = Path("/"), kept_bytes: int = 0) -> int:
+    """Bytes of L1. ConfigError with the numbers if so much memory is not free. `kept_bytes`: memory that L1 has already."""
     free, source = available_memory(root)
+    free += kept_bytes
     wanted = max(64 * MiB, free // 4) if setting == "auto" else parse_size(setting)
     if wanted > free - _RESERVE_BYTES:
         raise ConfigError(

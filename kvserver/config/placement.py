@@ -34,10 +34,12 @@ class Placement:
         return names.get(self.huge_page_bytes, "transparent" if self.transparent else "off")
 
 
-def choose_l1(settings: Settings, root: Path = Path("/"), own_policy: bool = False) -> tuple[int, Placement]:
+def choose_l1(
+    settings: Settings, root: Path = Path("/"), own_policy: bool = False, kept_bytes: int = 0
+) -> tuple[int, Placement]:
     """Bytes of L1 and their placement. ConfigError states what is missing and how to provide it.
 
-    own_policy: this process was started with a memory policy (numactl), which "auto" does not change.
+    own_policy: this process was started with a memory policy (numactl), which "auto" does not change. kept_bytes: memory that L1 has already.
     """
     nodes, bound = _choose_nodes(settings.l1_numa, root, own_policy)
     node = nodes[0] if bound else None
@@ -49,9 +51,9 @@ def choose_l1(settings: Settings, root: Path = Path("/"), own_policy: bool = Fal
         wanted = parse_size(settings.l1_size)
         if page_bytes := _fitting_page(wanted, node, root):  # then L1 needs no ordinary memory
             return wanted, Placement(page_bytes, False, nodes, bound)
-    size = choose_l1_bytes(settings.l1_size, root)
+    size = choose_l1_bytes(settings.l1_size, root, kept_bytes)
     if node is not None:
-        _check_node(settings, node, size, root)
+        _check_node(settings, node, size - kept_bytes, root)
     page_bytes = _fitting_page(size, node, root) if explicit else 0
     return size, Placement(page_bytes, settings.l1_huge_pages != "off", nodes, bound)
 

@@ -18,15 +18,16 @@ from kvserver.protocol import ConfigError
 log = logging.getLogger(__name__)
 
 
-def chosen_l1(settings: Settings) -> tuple[int, Placement]:
+def chosen_l1(settings: Settings, kept_bytes: int = 0) -> tuple[int, Placement]:
     """choose_l1() for this process. A NUMA policy that cannot be read counts as none."""
-    return choose_l1(settings, own_policy=process_numa_policy()[0] not in ("default", "unknown"))
+    own_policy = process_numa_policy()[0] not in ("default", "unknown")
+    return choose_l1(settings, own_policy=own_policy, kept_bytes=kept_bytes)
 
 
-def map_l1(settings: Settings, size: int, wanted: Placement) -> tuple[HostRegion, Placement]:
-    """L1 and its real placement. ConfigError or RuntimeError if it cannot be mapped."""
+def map_l1(settings: Settings, size: int, wanted: Placement, fd: int = -1) -> tuple[HostRegion, Placement]:
+    """L1 and its real placement. `fd`: of the file that is its memory. ConfigError or RuntimeError if it cannot be mapped."""
     try:
-        region = HostRegion(size, wanted.huge_page_bytes, wanted.transparent, list(wanted.nodes), wanted.bound)
+        region = HostRegion(size, wanted.huge_page_bytes, wanted.transparent, list(wanted.nodes), wanted.bound, fd)
     except RuntimeError as error:
         if not wanted.huge_page_bytes:
             raise

@@ -18,13 +18,16 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
 
+import msgspec
+
 from kvserver.cache import GroupObjects
 from kvserver.kv_events.descriptions import of_objects
 from kvserver.kv_events.resident import ResidentChunks
-from kvserver.kv_events.types import Description, KVChunk, Tier
+from kvserver.kv_events.types import CoarseDescription, Description, KVChunk, Tier
 
 _MOST_EXPECTED = 16_384  # descriptions of chunks that are not READY yet, and may never be
 _Name: TypeAlias = tuple[bytes, int, bytes]  # namespace, first group of its kind, key
+_FIRST_GROUPS = (0, -1)  # of chunks and of single blocks: engines describe these
 _OTHER = {Tier.L1: Tier.L2, Tier.L2: Tier.L1}
 
 
@@ -45,6 +48,7 @@ class Described:
         self.resident = ResidentChunks()
         self._expected: OrderedDict[_Name, Description] = OrderedDict()  # of chunks that are not READY yet
         self._expected_bytes = 0
+        self._kept: dict[_Name, Description] = {}  # of chunks that a restart keeps and that are not READY yet
         self._refused: OrderedDict[_Name, Unannounced] = OrderedDict()  # why such a description is not kept
         self.bytes = 0  # of all descriptions
         self._l2_bytes = 0  # of objects that are in L2 alone
@@ -52,6 +56,22 @@ class Described:
 
     def objects(self, tier: Tier, namespace: bytes, group: int) -> dict[bytes, KVChunk]:
         return self.resident.of_group(tier, namespace, group)
+
+    # ---- over a restart -----------------------------------------------------------------------
+
+    def encode_l1(self) -> bytes:
+        """The descriptions of all chunks in L1, for restore()."""
+        found = dict(self._kept)
+        for (tier, namespace), groups in self.resident.places.items():
+            for number in _FIRST_GROUPS if tier is Tier.L1 else ():
+                for key, chunk in groups.get(number, {}).items():
+                    of = chunk.description
+                    found[namespace, number, key] = of.chunk if isinstance(of, CoarseDescription) else of
+        return msgspec.msgpack.encode(list(found.items()))
+
+    def restore(self, raw: bytes) -> None:
+        """Keep the descriptions until their chunks are READY again. REQUIRES: encode_l1() made `raw`."""
+        self._kept = dict(msgspec.msgpack.decode(raw, type=list[tuple[_Name, Description]]))
 
     # ---- objects ------------------------------------------------------------------------------
 
@@ -127,10 +147,10 @@ class Described:
         """The chunk's description, or why there is none. `uses`: it waits no longer."""
         if not uses:
             return self._refused.get(name, Unannounced.UNDESCRIBED), self._expected.get(name)
-        found = self._expected.pop(name, None)
+        kept, found = self._kept.pop(name, None), self._expected.pop(name, None)
         if found is not None:
             self._count_expected(-found.size)
-        return self._refused.pop(name, Unannounced.UNDESCRIBED), found
+        return self._refused.pop(name, Unannounced.UNDESCRIBED), found or kept
 
     def _count_expected(self, size: int) -> None:
         self._expected_bytes += size

@@ -135,6 +135,16 @@ class Hub(Subscriber):
         number, found = self.snapshot_of_tiers(prefix)
         return number, [chunk for tier, chunk in found if tier is Tier.L1]
 
+    def encode_l1(self) -> bytes:
+        """The descriptions of all chunks in L1, for a later daemon's restore()."""
+        with self._lock:
+            return self._described.encode_l1()
+
+    def restore(self, raw: bytes) -> None:
+        """Describe the chunks that a restart keeps, as soon as they are READY again."""
+        with self._lock:
+            self._described.restore(raw)
+
     def status(self) -> KVEventsStatus:
         """Read without the lock, as families(): the loop calls this and must not wait for a snapshot."""
         return KVEventsStatus(

@@ -27,6 +27,7 @@ from kvserver.engines import (
     log_fields,
 )
 from kvserver.events import Bus, L1Cleared
+from kvserver.restart import KeptL1
 from kvserver.server.loads import Loads
 from kvserver.server.stores import Stores
 from kvserver.tiering import Resync, Storage
@@ -53,6 +54,7 @@ class Upkeep:
     workers: Workers
     resync: Resync
     storage: Storage
+    kept_l1: KeptL1
     bus: Bus
     clock: Callable[[], float] = time.monotonic
     audit_seconds: float = 10.0  # at least between two audits while messages come
@@ -78,7 +80,7 @@ class Upkeep:
     @property
     def completion_fds(self) -> list[int]:
         """Readable when tickets have completed."""
-        return [*self.tickets.completion_fds, *self.storage.completion_fds]
+        return [*self.tickets.completion_fds, *self.storage.completion_fds, *self.kept_l1.completion_fds]
 
     def complete_tickets(self) -> None:
         """Complete every ticket whose copy or mapping has ended. Never raises: a fault in one ticket stops no other."""
@@ -137,7 +139,7 @@ class Upkeep:
 
     def step(self) -> bool:
         """Do a slice of deferred work at the end of a turn. True while there is more to do at once."""
-        more = self.cache.step() | self.resync.step() | self.storage.step()
+        more = self.cache.step() | self.resync.step() | self.storage.step() | self.kept_l1.step()
         for worker in self.stores.step():
             self.workers.unmap_if_idle(worker)
         self._work_left = more or self.stores.waiting > 0
@@ -150,6 +152,7 @@ class Upkeep:
         can come back from L2, after a power loss either.
         """
         chunks = self.cache.clear_namespaces(base)
+        self.kept_l1.clear(base)
         log.info("%d chunks cleared from L1", chunks)
         self.storage.clear(base, lambda failure: done(chunks, failure))
         # Behind L2's events: what both tiers have shares a description.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable, Iterable
 
 import pytest
@@ -204,3 +205,22 @@ def test_a_stopped_subscriber_costs_the_daemon_nothing(daemon, audience, make_wo
     status = daemon.status()
     assert status["events"]["dropped"] == 0
     assert all(one["state"] == "running" for one in status["kv_events"]["observers"])
+
+
+def test_blocks_that_a_restart_keeps_are_known_to_all_consumers_again(daemon, audience, make_worker):
+    with tempfile.TemporaryDirectory(prefix="kvs-", dir="/dev/shm") as memory:
+        assert daemon.terminate() == 0
+        daemon.flags["l1_file"] = f"{memory}/l1"
+        daemon.start()
+        consumers = Consumers(daemon, audience, make_worker)
+        prompts = [prompt(1000 * number) for number in range(3)]
+        for one in prompts:
+            consumers.store(one)
+        for _ in range(2):
+            assert daemon.terminate() == 0
+            daemon.start()
+            consumers.connect(("one", "two"))
+            wait_until(lambda: daemon.status()["l1"]["chunks"] == 12, what="all is adopted")
+            assert consumers.agree() == {name for one in prompts for name in one.hashes}
+        assert daemon.status()["kv_events"]["unannounced"]["undescribed"] == 0
+        assert daemon.terminate() == 0

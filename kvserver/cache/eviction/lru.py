@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 from kvserver.cache.chunk import Chunk
-from kvserver.cache.eviction.rings import NOWHERE, Place, RingChunk, Rings, empty_ring, oldest
+from kvserver.cache.eviction.rings import (
+    NOWHERE,
+    Place,
+    RingChunk,
+    Rings,
+    empty_ring,
+    link_oldest,
+    oldest,
+    youngest_first,
+)
 
 
 class LeastRecentlyUsed(Rings):
@@ -49,3 +58,9 @@ class LeastRecentlyUsed(Rings):
         if chunk is not None:
             self.untrack(chunk)
         return chunk
+
+    def youngest_first(self) -> list[tuple[list[Chunk], bool]]:
+        return [(youngest_first(self._used), False)]
+
+    def append(self, chunks: Sequence[Chunk], protected: bool) -> None:
+        link_oldest(chunks, self._used)

@@ -8,7 +8,7 @@ Owns: the order of eviction, and what it must remember of each chunk. Refuses to
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from kvserver.cache.chunk import Chunk, Namespace
@@ -49,3 +49,12 @@ class EvictionPolicy(Protocol):
         """Remove the chunk from the order, if it is tracked."""
 
     def tracks(self, chunk: Chunk) -> bool: ...
+
+    def youngest_first(self) -> list[tuple[list[Chunk], bool]]:
+        """The READY chunks that are tracked, the next to evict last; True: the policy protects these."""
+
+    def append(self, chunks: Sequence[Chunk], protected: bool) -> None:
+        """Make READY chunks the oldest candidates, the last one the oldest, of those that are protected or of those that are not.
+
+        REQUIRES: none is tracked.
+        """

@@ -5,6 +5,7 @@ Owns: a chunk's neighbours. Refuses to know: which ring means what. A chunk is i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeAlias, cast
 
 from kvserver.cache.chunk import Chunk, Namespace
@@ -44,11 +45,31 @@ def oldest(ring: End) -> RingChunk | None:
     return cast(RingChunk, ring.younger) if ring.younger is not ring else None
 
 
+def youngest_first(ring: End) -> list[Chunk]:
+    chunks: list[Chunk] = []
+    place = ring.older
+    while place is not ring:
+        chunks.append(cast(RingChunk, place))
+        place = place.older
+    return chunks
+
+
 def link(chunk: RingChunk, younger: Place) -> None:
     """Make the chunk the next older one of `younger`; of an end: the youngest of its ring. REQUIRES: it is in no ring."""
     older = younger.older
     chunk.older, chunk.younger = older, younger
     older.younger = younger.older = chunk
+
+
+def link_oldest(chunks: Sequence[Chunk], ring: End) -> None:
+    """Make them the oldest of the ring, the last one the oldest. REQUIRES: they are in no ring."""
+    younger = ring.younger
+    for chunk in cast(Sequence[RingChunk], chunks):
+        chunk.younger = younger
+        younger.older = chunk
+        younger = chunk
+    younger.older = ring
+    ring.younger = younger
 
 
 def unlink(chunk: RingChunk) -> None:

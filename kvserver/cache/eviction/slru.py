@@ -7,11 +7,22 @@ of a chunk is a use of its prefix, so no chunk is evicted before the chunks behi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 from kvserver.cache.chunk import Chunk, Namespace
-from kvserver.cache.eviction.rings import NOWHERE, Place, RingChunk, Rings, empty_ring, link, oldest, unlink
+from kvserver.cache.eviction.rings import (
+    NOWHERE,
+    Place,
+    RingChunk,
+    Rings,
+    empty_ring,
+    link,
+    link_oldest,
+    oldest,
+    unlink,
+    youngest_first,
+)
 
 PROTECTED_SHARE = 0.4
 _USED, _COUNTED = 1, 2
@@ -108,6 +119,16 @@ class ProtectedSegment(Rings):
             unlink(chunk)
             self._counts[chunk.state] -= 1
             chunk.state &= _USED
+
+    def youngest_first(self) -> list[tuple[list[Chunk], bool]]:
+        return [(youngest_first(self._protected), True), (youngest_first(self._probation), False)]
+
+    def append(self, chunks: Sequence[Chunk], protected: bool) -> None:
+        ring, state = (self._protected, _PROTECTED) if protected else (self._probation, _PROBATION)
+        for chunk in cast(Sequence[_SegmentChunk], chunks):
+            chunk.state = state
+        self._counts[state] += len(chunks)
+        link_oldest(chunks, ring)
 
     def _demote(self) -> None:
         """Back to probation with what is too much in the protected segment, but with no more than _DEMOTED chunks.

@@ -49,6 +49,13 @@ class PlainLru:
         """Of the order that a READY chunk belongs to."""
         return 1
 
+    def append(self, chunks: list[Chunk], protected: bool) -> None:
+        for chunk in chunks:
+            self.orders[self.number(chunk)].insert(0, chunk)
+
+    def youngest_first(self) -> list[tuple[list[Chunk], bool]]:
+        return [(self.orders[1][::-1], False)]
+
     def use(self, chunks: list[Chunk]) -> None:
         self.track(chunks)
 
@@ -73,6 +80,13 @@ class PlainSlru(PlainLru):
         self.used = [each for each in self.used if each is not chunk]
         if place is self.orders[2] or (place is self.orders[0] and place[place.index(chunk) + 1] in self.used):
             self.used.append(chunk)
+
+    def append(self, chunks: list[Chunk], protected: bool) -> None:
+        self.used += chunks if protected else []
+        super().append(chunks, protected)
+
+    def youngest_first(self) -> list[tuple[list[Chunk], bool]]:
+        return [(self.orders[2][::-1], True), (self.orders[1][::-1], False)]
 
     def use(self, chunks: list[Chunk]) -> None:
         for chunk in chunks:
@@ -128,6 +142,17 @@ class Shelf(RuleBasedStateMachine):
         chunk.ready = ready
         self.chunks.append(chunk)
         self.track([chunk], use)
+
+    @rule(count=st.integers(1, 5), protected=st.booleans())
+    def adopt(self, count: int, protected: bool) -> None:
+        """New chunks that are older than all others."""
+        namespace = self.index.find_or_make_namespace(b"n", one_group(1))
+        chunks = self.index.add_chunks(namespace, [next(self.keys).to_bytes(32, "big") for _ in range(count)])
+        for chunk in chunks:
+            chunk.ready = True
+        self.chunks += chunks
+        self.policy.append(chunks, protected)
+        self.plain.append(chunks, protected)
 
     @precondition(lambda self: self.chunks)
     @rule(numbers=st.lists(NUMBERS, min_size=1, max_size=5), before=NUMBERS)
@@ -185,6 +210,10 @@ class Shelf(RuleBasedStateMachine):
         for order in self.plain.orders:
             for chunk, younger in itertools.zip_longest(order, order[1:]):
                 assert self.policy.younger(chunk) is younger
+
+    @invariant()
+    def order_is_that_of_the_lists(self) -> None:
+        assert self.policy.youngest_first() == self.plain.youngest_first()
 
     def teardown(self) -> None:
         while any(self.plain.orders):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from array import array
 
 import pytest
 from hypothesis import given
@@ -172,6 +173,23 @@ def test_a_slot_that_pinning_reached_into_is_freed_once() -> None:
     pool.free_pages(slot)
     with pytest.raises(AssertionError, match="twice"):
         pool.free_pages(slot)
+
+
+def test_withheld_pages_are_neither_free_nor_used() -> None:
+    pool = PagePool(20 * 4096, 4096, withheld=True)
+    assert (pool.unused_pages, pool.used_pages, pool.withheld_pages) == (0, 0, 20)
+    assert pool.allocate_pages(1) is None
+
+
+def test_withheld_pages_are_allocated_once_they_are_released_and_freed_once_they_are_used() -> None:
+    pool = PagePool(20 * 4096, 4096, withheld=True)
+    pool.release_pages(4, 16)
+    assert pages_of(pool.allocate_pages(16) or b"") == list(range(4, 20))
+    adopted = array("I", [0, 1, 2, 2]).tobytes()
+    assert pool.use_withheld(adopted) == 3
+    assert (pool.unused_pages, pool.used_pages, pool.withheld_pages) == (0, 19, 1)
+    pool.free_pages(adopted)
+    assert pages_of(pool.allocate_pages(3) or b"") == [2, 3, 0]
 
 
 class Model:

@@ -1,0 +1,206 @@
+"""The chunks of an earlier daemon's L1, which enter the index as their bytes are verified.
+
+Owns: the pages of these chunks until then, and their order. Refuses to know: where the state came from, lookups.
+
+A chunk is found only once the digest of its pages was made anew and is the state's, so a wrong byte is never served. Those that were to be
+evicted last are verified first. A thread makes the digests; the loop adopts a slice of chunks a turn. Until then their pages are
+withheld. A chunk that was stored or cleared meanwhile is not adopted.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+import weakref
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from itertools import accumulate, compress, groupby, pairwise
+
+from kvserver._native import HostRegion, digest_objects
+from kvserver.cache import Cache, Chunk, Groups, chunks_of, extents, page_count, split_keys
+from kvserver.events import Bus, ChunksStored
+from kvserver.protocol import KEY_BYTES
+from kvserver.restart.keeping import digest_threads
+from kvserver.restart.state import DIGEST_BYTES, EXTENT_BYTES, PROTECTED, State
+
+log = logging.getLogger(__name__)
+
+SLICE = 512  # chunks that one turn adopts
+_PUBLISHED_AT_ONCE = 16  # runs of chunks
+_BATCH_CHUNKS = 8192  # verified in one native call, and
+_BATCH_BYTES = 256 << 20  # of their pages, but for a single larger chunk
+
+
+class Adoption:
+    """REQUIRES: the loop's thread uses it; all pages of the state's chunks are withheld."""
+
+    def __init__(self, state: State, cache: Cache, region: HostRegion, bus: Bus) -> None:
+        self._state, self._cache, self._region, self._bus = state, cache, region, bus
+        self._groups = [Groups(of.groups, of.ranks, of.chunk_tokens, tails=of.tails) for of in state.namespaces]
+        self._cleared = [False] * len(state.namespaces)
+        self._places, self._ready = array("I", state.places), array("I", state.ready)
+        self._firsts = array("Q", accumulate(array("I", state.counts), initial=0))  # extents before each chunk
+        end_bytes = [of.end_bytes for of in state.namespaces]
+        self._ends = array("Q", accumulate((end_bytes[place] for place in self._places), initial=0))
+        self._next = 0  # the first row that is neither adopted nor dropped
+        self._verified = 0  # rows before it have a digest in `_found`
+        self._found = bytearray()
+        self._batches: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.completion_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        weakref.finalize(self, os.close, self.completion_fd).atexit = False
+        self._unpublished: deque[tuple[int, int, list[Chunk]]] = deque()  # place, ready groups, chunks
+        self.adopted = self.damaged = 0
+        self._began = 0.0
+
+    def start(self) -> None:
+        self._began = time.monotonic()
+        self._thread = threading.Thread(target=self._verify, name="l1-verify", daemon=True)
+        self._thread.start()
+
+    # ---- the thread ---------------------------------------------------------------------------
+
+    def _verify(self) -> None:
+        first, count = 0, self._state.chunks
+        counts = array("I", self._state.counts)
+        page_bytes = self._cache.pool.page_bytes
+        while first < count and not self._stopping.is_set():
+            last, left = first, _BATCH_BYTES
+            while last < count and last - first < _BATCH_CHUNKS and left > 0:
+                left -= page_count(self._extents(last, last + 1)) * page_bytes
+                last += 1
+            try:
+                digests = digest_objects(
+                    self._region, page_bytes, counts[first:last].tobytes(), self._extents(first, last), digest_threads()
+                )
+            except Exception:
+                log.exception("internal error while chunks of L1 were verified; they are dropped")
+                digests = bytes(DIGEST_BYTES * (last - first))
+            self._batches.put(digests)
+            os.eventfd_write(self.completion_fd, 1)
+            first = last
+
+    def _extents(self, first: int, last: int) -> bytes:
+        return self._state.extents[EXTENT_BYTES * self._firsts[first] : EXTENT_BYTES * self._firsts[last]]
+
+    # ---- the loop -----------------------------------------------------------------------------
+
+    @property
+    def done(self) -> bool:
+        return self._next == self._state.chunks
+
+    def step(self) -> bool:
+        """Adopt a slice of the chunks that are verified; True while there is more to do at once.
+
+        Events follow when all are adopted: the bus needs longer for them, and would slow down the rest.
+        """
+        if self.done:
+            return self._publish_some()
+        if self._next == self._verified:
+            try:
+                os.eventfd_read(self.completion_fd)
+            except BlockingIOError:
+                return False
+            while not self._batches.empty():
+                self._found += self._batches.get()
+            self._verified = self._next + len(self._found) // DIGEST_BYTES
+        last = min(self._verified, self._next + SLICE)
+        self._adopt(self._next, last)
+        del self._found[: DIGEST_BYTES * (last - self._next)]
+        self._next = last
+        if self.done:
+            self._log()
+        return self._next < self._verified or self.done
+
+    def clear(self, prefix: bytes) -> None:
+        """Adopt no chunk of the namespaces whose id begins with the prefix."""
+        for place, namespace in enumerate(self._state.namespaces):
+            self._cleared[place] |= namespace.id.startswith(prefix)
+
+    def stop(self) -> State | None:
+        """End it; the rows that were not reached, or None."""
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join()
+        return None if self.done or any(self._cleared) else self._state.part(self._next, self._state.chunks)
+
+    def _adopt(self, first: int, last: int) -> None:
+        rows = zip(self._places[first:last], self._ready[first:last], self._state.flags[first:last], strict=True)
+        end = first
+        for (place, ready, flags), run in groupby(rows):
+            begin, end = end, end + sum(1 for _ in run)
+            whole = self._whole(begin - first, begin, end)
+            if self._cleared[place] or not any(whole):
+                adopted = bytes(end - begin)
+            else:
+                adopted = self._adopt_run(place, ready, bool(flags & PROTECTED), begin, end, whole)
+            self.adopted += sum(adopted)
+            self.damaged += whole.count(0)
+            if not all(adopted):
+                for row, kept in enumerate(adopted, begin):
+                    for extent in extents(self._extents(row, row + 1)) if not kept else ():
+                        self._cache.pool.release_pages(*extent)
+
+    def _whole(self, at: int, begin: int, end: int) -> bytes:
+        """1 for each of these rows whose digest is the state's. Those of row `begin` begin at row `at` of what was found."""
+        found = memoryview(self._found)[DIGEST_BYTES * at : DIGEST_BYTES * (at + end - begin)]
+        digests = memoryview(self._state.digests)[DIGEST_BYTES * begin : DIGEST_BYTES * end]
+        if found == digests:
+            return b"\1" * (end - begin)
+        parts = range(0, len(found), DIGEST_BYTES)
+        return bytes(found[part : part + DIGEST_BYTES] == digests[part : part + DIGEST_BYTES] for part in parts)
+
+    def _adopt_run(self, place: int, ready: int, protected: bool, begin: int, end: int, whole: bytes) -> bytes:
+        """Adopt neighbours in the order that are of one namespace and have the same objects; returns 1 for each that was adopted."""
+        state, index = self._state, self._cache.index
+        of = state.namespaces[place]
+        namespace = index.find_or_make_namespace(of.id, self._groups[place], of.model_name)
+        raw = state.keys[KEY_BYTES * begin : KEY_BYTES * end]
+        adopted = bytes(there is None and ok for there, ok in zip(namespace.chunks.find(raw), whole, strict=True))
+        if not any(adopted):
+            return adopted
+        keys = [key for (key,) in split_keys(raw)]
+        slots = [state.extents[EXTENT_BYTES * i : EXTENT_BYTES * j] for i, j in pairwise(self._firsts[begin : end + 1])]
+        if of.end_bytes:
+            ends = pairwise(self._ends[begin : end + 1])
+            slots = [state.ends[i:j] + slot for (i, j), slot in zip(ends, slots, strict=True)]
+        if not all(adopted):
+            keys, slots = list(compress(keys, adopted)), list(compress(slots, adopted))
+        namespace.durable = True
+        chunks = self._cache.adopt_chunks(namespace, keys, slots, ready, protected)
+        self._unpublished.append((place, ready, chunks))
+        return adopted
+
+    def _publish_some(self) -> bool:
+        """Publish a few runs of chunks, if the bus has room; True while there are more and it has."""
+        for _ in range(_PUBLISHED_AT_ONCE):
+            if not self._unpublished or not self._bus.has_room(2):
+                return False
+            place, ready, chunks = self._unpublished.popleft()
+            self._publish(place, ready, chunks)
+        return bool(self._unpublished)
+
+    def _publish(self, place: int, ready: int, chunks: Sequence[Chunk]) -> None:
+        """As if they had just been stored, by an engine that has disconnected. One that has left L1 meanwhile was never announced."""
+        of, groups = self._state.namespaces[place], self._groups[place]
+        named = chunks_of(of.id) if of.tails else of.id
+        for number, objects in enumerate(groups.objects):
+            resident = [c for c in chunks if ready & c.ready & 1 << number and not c.detached]
+            if resident:
+                slots = range(groups.first[number], groups.first[number] + groups.slots[number])
+                pages = sum(page_count(resident[0].slot(slot)) for slot in slots)
+                keys = b"".join([chunk.key for chunk in resident])
+                event = ChunksStored(time.monotonic_ns(), "", of.model_name, named, keys, objects, pages)
+                self._bus.publish(event, len(keys))
+
+    def _log(self) -> None:
+        dropped = self._state.chunks - self.adopted
+        log.info(
+            "L1 kept %d chunks over the restart, verified in %.2f s%s", self.adopted, time.monotonic() - self._began,
+            f"; {dropped} were dropped, {self.damaged} of them damaged" if dropped else "",
+        )  # fmt: skip

@@ -1,0 +1,76 @@
+"""The state of L1 at its end: the rows of its chunks, and of those that were not adopted yet.
+
+Owns: which chunks are kept, and the time that their digests may take. Refuses to know: the form of a state (`state`), where it is written.
+
+A chunk is kept if a later start of an engine could find it, as for L2. The time is short where a service manager waits for the end:
+the chunks whose digest is not made in time are dropped, those next to be evicted first.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from array import array
+from collections.abc import Iterable
+
+from kvserver import __version__
+from kvserver._native import HostRegion, digest_objects
+from kvserver.cache import Cache, Chunk, Namespace
+from kvserver.restart.state import DIGEST_BYTES, EXTENT_BYTES, PROTECTED, KeptNamespace, State
+
+_DIGEST_SECONDS = 10.0
+_NO_DIGEST = bytes(DIGEST_BYTES)
+
+
+def digest_threads() -> int:
+    return min(16, len(os.sched_getaffinity(0)))
+
+
+def make_state(cache: Cache, region: HostRegion, inode: int) -> State:
+    """The state of all kept chunks. REQUIRES: nothing copies to or from L1 any more, and the cache is not used afterwards."""
+    order = cache.kept_by_a_restart()
+    chunks = [chunk for of_order, _ in order for chunk in of_order]
+    place_of = {namespace: place for place, namespace in enumerate({chunk.namespace for chunk in chunks})}
+    _drop_incomplete(chunks, place_of)
+    slots = [chunk.joined_slots for chunk in chunks]
+    counts, joined = array("I", [len(slot) // EXTENT_BYTES for slot in slots]).tobytes(), b"".join(slots)
+    deadline_ns = time.monotonic_ns() + int(_DIGEST_SECONDS * 1e9)
+    digests = digest_objects(region, cache.pool.page_bytes, counts, joined, digest_threads(), deadline_ns)
+    names = {use: name for name, use in cache.index.models.items()}
+    state = State(
+        version=__version__,
+        page_bytes=cache.pool.page_bytes,
+        inode=inode,
+        namespaces=[_kept(namespace, names[namespace.model]) for namespace in place_of],
+        places=array("I", [place_of[chunk.namespace] for chunk in chunks]).tobytes(),
+        flags=b"".join([bytes([PROTECTED * protected]) * len(of_order) for of_order, protected in order]),
+        ready=array("I", [chunk.ready for chunk in chunks]).tobytes(),
+        keys=b"".join([chunk.key for chunk in chunks]),
+        ends=b"".join([chunk.slot_ends for chunk in chunks]),
+        counts=counts,
+        extents=joined,
+        digests=digests,
+    )
+    return state.part(0, _digested(digests))
+
+
+def _drop_incomplete(chunks: Iterable[Chunk], namespaces: Iterable[Namespace]) -> None:
+    """Remove the objects that lack a rank's bytes, in namespaces with several groups."""
+    several = {namespace for namespace in namespaces if len(namespace.groups.masks) > 1}
+    for chunk in [chunk for chunk in chunks if chunk.namespace in several] if several else ():
+        for group in range(len(chunk.namespace.groups.masks)):
+            if not chunk.ready >> group & 1:
+                chunk.remove_object(group)
+
+
+def _kept(namespace: Namespace, model_name: str) -> KeptNamespace:
+    groups = namespace.groups
+    return KeptNamespace(namespace.id, model_name, groups.made_of, groups.ranks, groups.chunk_tokens, groups.tails)
+
+
+def _digested(digests: bytes) -> int:
+    """Number of chunks, from the first one on, that have a digest."""
+    at = digests.find(_NO_DIGEST)
+    while at >= 0 and at % DIGEST_BYTES:
+        at = digests.find(_NO_DIGEST, at + 1)
+    return at // DIGEST_BYTES if at >= 0 else len(digests) // DIGEST_BYTES

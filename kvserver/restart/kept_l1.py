@@ -1,0 +1,246 @@
+"""L1 that a restart keeps, by one face; and its null object, of a daemon without --l1-file.
+
+Owns: what happens at the start, in the loop's turns and at the end, and in which order. Refuses to know: the form of a state, how chunks are
+adopted, and the file's calls.
+
+The state is removed before the loop's first turn, so before the first write to L1: a daemon that crashes leaves none. It is written after
+the last copy has ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from typing import Protocol
+
+import msgspec
+
+from kvserver._native import HostRegion, kept_pages
+from kvserver.cache import Cache, PagePool, chunks_of
+from kvserver.config import Settings
+from kvserver.events import Bus
+from kvserver.kv_events import Hub
+from kvserver.protocol import ConfigError, chunk_tokens_for
+from kvserver.restart.adoption import Adoption
+from kvserver.restart.keeping import make_state
+from kvserver.restart.l1_file import L1File
+from kvserver.restart.state import State, StateError, decode, encode
+
+log = logging.getLogger(__name__)
+
+
+class KeptL1(Protocol):
+    """REQUIRES: the loop's thread uses it, or the main thread while there is no loop."""
+
+    keeps: bool
+
+    def make_pool(self, l1_bytes: int, page_bytes: int) -> PagePool:
+        """The pages of L1 that may be used from now on, and no other."""
+
+    def begin(self, cache: Cache, bus: Bus, hub: Hub) -> None:
+        """Before the first turn: no later daemon finds the state. ConfigError if that cannot be achieved."""
+
+    @property
+    def completion_fds(self) -> list[int]: ...
+
+    def step(self) -> bool:
+        """At the end of a turn; True while there is more to do at once."""
+
+    def clear(self, prefix: bytes) -> None:
+        """Adopt nothing of the namespaces whose id begins with the prefix."""
+
+    def end(self, cache: Cache, hub: Hub) -> str:
+        """Leave the state to the next daemon, after the last copy. Returns what stays, for people.
+
+        REQUIRES: the hub has handled all events.
+        """
+
+
+class NoKeptL1:
+    keeps = False
+
+    def __init__(self) -> None:
+        self.completion_fds = list[int]()
+
+    def make_pool(self, l1_bytes: int, page_bytes: int) -> PagePool:
+        return PagePool(l1_bytes, page_bytes)
+
+    def begin(self, cache: Cache, bus: Bus, hub: Hub) -> None:
+        pass
+
+    def step(self) -> bool:
+        return False
+
+    def clear(self, prefix: bytes) -> None:
+        pass
+
+    def end(self, cache: Cache, hub: Hub) -> str:
+        return ""
+
+
+class RestartableL1:
+    keeps = True
+
+    def __init__(self, file: L1File, region: HostRegion, settings: Settings, page_bytes: int) -> None:
+        self._file, self._region = file, region
+        self.pool = PagePool(region.size, page_bytes, withheld=True)
+        self._state, self._why_empty = self._usable(settings)
+        self._adoption: Adoption | None = None
+        self._free = self._plan()
+        self._stopping = False
+        self._reserved_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._reserved_fd).atexit = False
+        self._thread: threading.Thread | None = None
+
+    # ---- start --------------------------------------------------------------------------------
+
+    def make_pool(self, l1_bytes: int, page_bytes: int) -> PagePool:
+        return self.pool
+
+    def _usable(self, settings: Settings) -> tuple[State, str]:
+        """The state as far as it fits; an empty one, and why."""
+        empty = State(version="", page_bytes=self.pool.page_bytes, inode=self._file.inode)
+        try:
+            raw = self._file.read_state()
+            if raw is None:
+                return empty, "no daemon left a state" if self._file.size_before else "its file is new"
+            state = decode(raw)
+            if state.inode != self._file.inode:
+                raise StateError("the file was replaced")
+            if state.page_bytes != self.pool.page_bytes:
+                raise StateError(f"its pages have {state.page_bytes} bytes, and those of L1 {self.pool.page_bytes}")
+        except (OSError, StateError) as error:
+            return empty, f"{self._file.path}.state: {error}"
+        return _for_settings(state, settings)
+
+    def _plan(self) -> list[tuple[int, int]]:
+        """Drop the chunks that do not fit. Returns the free extents, the last one first."""
+        pages = min(self.pool.pages, self._file.size_before // self.pool.page_bytes)
+        try:
+            fits, _ = kept_pages(self._state.counts, self._state.extents, pages)
+            before = self._state.chunks
+            self._state = self._state.selected(fits)
+            if lost := before - self._state.chunks:
+                log.info("%d of %d chunks of L1 are beyond its size now", lost, before)
+            _, free = kept_pages(self._state.counts, self._state.extents, self.pool.pages)
+        except ValueError as error:
+            self._why_empty = f"{self._file.path}.state: {error}"
+            self._state = self._state.part(0, 0)
+            free = [(0, self.pool.pages)]
+        return free[::-1]
+
+    def begin(self, cache: Cache, bus: Bus, hub: Hub) -> None:
+        try:
+            self._file.remove_state()
+        except OSError as error:
+            raise ConfigError(f"--l1-file {self._file.path}: its state cannot be removed: {error.strerror}") from None
+        if not self._state.chunks:
+            log.info("L1 begins empty: %s", self._why_empty or "no chunk was left that can be used")
+        try:
+            more = self._file.reserved_bytes < self._region.size and self._file.reserve_more()
+        except OSError as error:
+            raise ConfigError(f"--l1-file {self._file.path}: no memory: {error.strerror}") from None
+        self._release_reserved()
+        if more:
+            self._thread = threading.Thread(target=self._reserve, name="l1-reserve", daemon=True)
+            self._thread.start()
+        if self._state.chunks:
+            try:
+                hub.restore(self._state.descriptions)
+            except msgspec.MsgspecError as error:
+                log.warning("KV events do not describe what L1 kept: %s", error)
+            self._adoption = Adoption(self._state, cache, self._region, bus)
+            self._adoption.start()
+
+    def _reserve(self) -> None:
+        try:
+            began = time.monotonic()
+            while not self._stopping and self._file.reserve_more():
+                os.eventfd_write(self._reserved_fd, 1)
+            if not self._stopping:
+                log.info("L1 has all its memory, after %.2f s", time.monotonic() - began)
+        except OSError as error:
+            log.warning(
+                "L1 stays at %d of %d bytes: %s; enlarge the file system of %s", self._file.reserved_bytes, self._region.size,
+                error.strerror, self._file.path,
+            )  # fmt: skip
+        os.eventfd_write(self._reserved_fd, 1)
+
+    def _release_reserved(self) -> None:
+        reserved = self._file.reserved_bytes // self.pool.page_bytes
+        while self._free and self._free[-1][0] < reserved:
+            first, count = self._free.pop()
+            if first + count > reserved:
+                self._free.append((reserved, first + count - reserved))
+                count = reserved - first
+            self.pool.release_pages(first, count)
+
+    # ---- turns --------------------------------------------------------------------------------
+
+    @property
+    def completion_fds(self) -> list[int]:
+        adopts = self._adoption is not None and not self._adoption.done
+        fds = [self._reserved_fd] if self._free else []
+        return [*fds, self._adoption.completion_fd] if adopts and self._adoption else fds
+
+    def step(self) -> bool:
+        if self._free:
+            try:
+                os.eventfd_read(self._reserved_fd)
+                self._release_reserved()
+            except BlockingIOError:
+                pass
+        return self._adoption is not None and self._adoption.step()
+
+    def clear(self, prefix: bytes) -> None:
+        if self._adoption is not None:
+            self._adoption.clear(prefix)
+
+    # ---- end ----------------------------------------------------------------------------------
+
+    def end(self, cache: Cache, hub: Hub) -> str:
+        self._stopping = True
+        if self._thread is not None:
+            self._thread.join()
+        rest = self._adoption.stop() if self._adoption is not None else None
+        began = time.monotonic()
+        kept = 0
+        try:
+            state = make_state(cache, self._region, self._file.inode)
+            state = state.joined(rest) if rest is not None else state
+            state.descriptions = hub.encode_l1()
+            self._file.write_state(encode(state))
+            kept = state.chunks
+        except OSError as error:
+            log.warning("no state of L1 is left, the next daemon begins empty: %s: %s", self._file.path, error)
+        log.info("%d chunks of L1 are left to the next daemon, in %.2f s", kept, time.monotonic() - began)
+        return (
+            f"; {self._file.allocated_bytes} bytes of memory stay in {self._file.path}, with {kept} chunks for the next "
+            f"daemon: rm {self._file.path} {self._file.path}.state frees them"
+        )
+
+
+def _for_settings(state: State, settings: Settings) -> tuple[State, str]:
+    """The rows of namespaces that an engine can have with these settings."""
+    useful = set()
+    for of in state.namespaces:
+        if of.tails or of.chunk_tokens == chunk_tokens_for(settings.chunk_tokens, of.groups):
+            useful.add(of.id)
+    kept = [
+        of.id in useful and (not of.tails or (settings.tails == "on" and _may_follow(chunks_of(of.id), state, useful)))
+        for of in state.namespaces
+    ]
+    if all(kept):
+        return state, ""
+    before = state.chunks
+    state = state.in_namespaces(kept)
+    log.info("%d of %d chunks of L1 are of no use with other --chunk-tokens or --tails", before - state.chunks, before)
+    return state, ""
+
+
+def _may_follow(id: bytes, state: State, useful: set[bytes]) -> bool:
+    """Single blocks are found behind chunks, or alone."""
+    return id in useful or not any(of.id == id for of in state.namespaces)

@@ -1,0 +1,161 @@
+"""The file that is L1's memory, and the state file beside it.
+
+Owns: who may use the file, its lock, size and reserved memory, and how a state is replaced and removed. Refuses to know: what the state
+contains (`state`).
+
+The file is on a memory file system. Writing to a page for which that has no memory is a SIGBUS, so only reserved memory is used. The memory
+outlives the daemon: it is free again when the file is removed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from kvserver.config import HUGE_PAGE_BYTES, Placement, Settings
+from kvserver.copy import chosen_l1
+from kvserver.protocol import ConfigError
+
+_RESERVED_AT_ONCE = 256 << 20
+_LEAST_BYTES = 64 << 20  # of a file whose size is that of an L1 of --l1-size auto
+
+
+class L1File:
+    """An open and locked file. ConfigError, naming it, if it cannot be used."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._state = Path(f"{path}.state")
+        try:
+            Path(path).parent.mkdir(mode=0o700, exist_ok=True)
+            self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+        except OSError as error:
+            raise self._refusal(error.strerror or str(error)) from None
+        try:
+            self._check()
+        except BaseException:
+            os.close(self.fd)
+            raise
+        self.size_before = os.fstat(self.fd).st_size
+        self.reserved_bytes = 0  # the first ones have memory
+
+    # ---- size ---------------------------------------------------------------------------------
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Memory that the file has already."""
+        return os.fstat(self.fd).st_blocks * 512
+
+    @property
+    def inode(self) -> int:
+        return os.fstat(self.fd).st_ino
+
+    def choose(self, settings: Settings) -> tuple[int, Placement]:
+        """Bytes of L1, and their placement. With --l1-size auto L1 is as large as before, if there was one. ConfigError as of choose_l1()."""
+        if settings.l1_huge_pages in HUGE_PAGE_BYTES:
+            raise self._refusal(
+                f"on tmpfs there are no explicit huge pages, so --l1-huge-pages {settings.l1_huge_pages} is refused"
+            )
+        changed = {"l1_huge_pages": "off" if settings.l1_huge_pages == "off" else "transparent"}
+        if settings.l1_size == "auto" and self.size_before >= _LEAST_BYTES:
+            changed["l1_size"] = str(self.size_before)
+        return chosen_l1(msgspec.structs.replace(settings, **changed), self.allocated_bytes)
+
+    def resize(self, size: int) -> None:
+        """Make the file so large. ConfigError if its file system has not so much memory."""
+        found = os.fstatvfs(self.fd)
+        left = found.f_bavail * found.f_frsize + self.allocated_bytes
+        if found.f_blocks and size > left:
+            raise self._refusal(
+                f"L1 is {size} bytes and its file system has {left} left; lower --l1-size or enlarge it"
+            )
+        try:
+            os.ftruncate(self.fd, size)
+        except OSError as error:
+            raise self._refusal(error.strerror or str(error)) from None
+        if self.allocated_bytes >= size:
+            self.reserved_bytes = size
+
+    def reserve_more(self) -> bool:
+        """Reserve the next part; True if there is more. Waits for the kernel. OSError if there is no memory."""
+        left = os.fstat(self.fd).st_size - self.reserved_bytes
+        if left > 0:
+            part = min(_RESERVED_AT_ONCE, left)
+            os.posix_fallocate(self.fd, self.reserved_bytes, part)
+            self.reserved_bytes += part
+        return left > _RESERVED_AT_ONCE
+
+    # ---- the state ----------------------------------------------------------------------------
+
+    def read_state(self) -> bytes | None:
+        """The file's bytes; None if there is no file. OSError if it cannot be read, or is not this user's own file."""
+        try:
+            fd = os.open(self._state, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        except FileNotFoundError:
+            return None
+        with open(fd, "rb") as file:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+                raise PermissionError(1, "it is not a regular file that only this user may use")
+            return file.read()
+
+    def remove_state(self) -> None:
+        """Durable when it returns. OSError if a later daemon may still find one."""
+        with suppress(FileNotFoundError):
+            self._state.unlink()
+            self._sync_folder()
+
+    def write_state(self, raw: bytes) -> None:
+        """Durable when it returns. OSError: there is none, or the whole one."""
+        new = self._state.with_name(f"{self._state.name}.new")
+        with suppress(FileNotFoundError):
+            new.unlink()
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+            file.write(raw)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(self._state)
+        self._sync_folder()
+
+    def _sync_folder(self) -> None:
+        fd = os.open(self._state.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    # ---- inside -------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        found = os.fstat(self.fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise self._refusal("it is not a regular file")
+        if found.st_uid != os.geteuid():
+            raise self._refusal(f"it belongs to uid {found.st_uid}, and this is uid {os.geteuid()}")
+        if found.st_mode & 0o077:
+            raise self._refusal("other users may use it: chmod 600")
+        kind = _kind_of(found.st_dev)
+        if kind != "tmpfs":
+            raise self._refusal(f"it is on {kind or 'an unknown file system'}; name a file on tmpfs, as below /dev/shm")
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise self._refusal("another daemon uses it") from None
+
+    def _refusal(self, why: str) -> ConfigError:
+        return ConfigError(f"--l1-file {self.path}: {why}")
+
+
+def _kind_of(device: int) -> str:
+    """The kind of a file system; "" if the kernel does not state it."""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
+        fields, _, rest = line.partition(" - ")
+        if fields.split()[2] == number:
+            return rest.split()[0]
+    return ""

@@ -1,0 +1,386 @@
+"""A daemon with --l1-file leaves L1 to the next one: what it keeps, what it drops, and that no wrong byte is served."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.daemon import Daemon, wait_until
+from support.memory import two_groups
+from support.registration import identity
+from support.worker import Worker, make_keys
+
+from kvserver.protocol import Durability, ObjectGroup
+
+Make = Callable[..., Daemon]
+
+
+@pytest.fixture
+def path() -> Iterator[Path]:
+    """Of a file on tmpfs that is not there yet."""
+    folder = Path(tempfile.mkdtemp(prefix="kvs-", dir="/dev/shm"))
+    yield folder / "l1"
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def kept(make_daemon: Make, path: Path) -> Daemon:
+    """A daemon whose L1 is that file."""
+    return make_daemon(l1_file=path)
+
+
+@dataclass
+class Prompt:
+    """Chunks that were stored, and their content."""
+
+    keys: list[bytes]
+    content: list[bytes]
+
+
+def store_prompt(daemon: Daemon, chunks: int = 3, **options: Any) -> Prompt:
+    with Worker(daemon.endpoint, **options) as worker:
+        blocks = worker.blocks_for(chunks)
+        prompt = Prompt(make_keys(chunks), worker.memory.blocks(blocks))
+        assert worker.store(prompt.keys, blocks).stored == chunks
+        return prompt
+
+
+def hits(daemon: Daemon, prompt: Prompt, **options: Any) -> int:
+    """The chunks that a new engine finds of the prompt. AssertionError if one has another content."""
+    with Worker(daemon.endpoint, **options) as worker:
+        found = worker.lookup(prompt.keys)
+        blocks = worker.blocks_for(found)
+        worker.memory.fill()
+        if found:
+            assert worker.load(prompt.keys[:found], blocks).chunks == found
+        content = worker.memory.blocks(blocks)
+        assert content == prompt.content[: len(content)], "a wrong byte"
+        return found
+
+
+def restart(daemon: Daemon, **flags: Any) -> Daemon:
+    """End it by SIGTERM and start it again, with these flags changed; returns when it has adopted what it keeps."""
+    assert daemon.terminate() == 0, daemon.log
+    return start(daemon, **flags)
+
+
+def start(daemon: Daemon, **flags: Any) -> Daemon:
+    daemon.flags |= flags
+    (daemon.folder / "log").unlink()
+    daemon.start()
+    wait_until(lambda: "L1 kept" in daemon.log or "L1 begins empty" in daemon.log, what="L1 is adopted")
+    return daemon
+
+
+def state_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.state")
+
+
+# ---- kept ---------------------------------------------------------------------------------------
+
+
+def test_chunks_are_found_with_their_bytes_after_a_restart(kept: Daemon) -> None:
+    prompts = [store_prompt(kept) for _ in range(3)]
+    used = kept.status()["l1"]["used_bytes"]
+    for _ in range(3):
+        restart(kept)
+        l1 = kept.status()["l1"]
+        assert (l1["chunks"], l1["used_bytes"]) == (9, used)
+        assert [hits(kept, prompt) for prompt in prompts] == [3, 3, 3]
+    kept.audit()
+
+
+def test_oldest_chunks_still_leave_first_after_a_restart(make_daemon: Make, path: Path) -> None:
+    daemon = make_daemon(l1_file=path, l1_size="256KiB", eviction_policy="lru")
+    old, young = store_prompt(daemon), store_prompt(daemon)
+    restart(daemon)
+    while daemon.status()["l1"]["evictions"] < 3:
+        store_prompt(daemon, 1)
+    assert (hits(daemon, old) < 3, hits(daemon, young)) == (True, 3)
+    daemon.audit()
+
+
+def test_chunks_of_several_ranks_and_groups_are_kept(kept: Daemon) -> None:
+    groups = (ObjectGroup("full", (0,), 16), ObjectGroup("window", (1,), 16, 17))
+    engine: dict[str, Any] = {"geometry": two_groups(), "groups": groups, "world_size": 2}
+    keys = make_keys(2)
+
+    def ranks() -> list[Worker]:
+        return [Worker(kept.endpoint, rank=rank, instance_id="e", incarnation="i", **engine) for rank in range(2)]
+
+    def close(workers: list[Worker]) -> None:
+        for worker in workers:
+            worker.close()
+
+    workers = ranks()
+    blocks = {group: list(range(1, 1 + 2 * workers[0].object_blocks(group))) for group in range(2)}
+    for worker in workers:
+        for group in range(2):
+            worker.store(keys, blocks[group], group=group)
+    close(workers)
+    restart(kept)
+    workers = ranks()
+    assert workers[0].lookup(keys) == 2
+    for worker in workers:
+        for group in range(2):
+            assert worker.load(keys, blocks[group], group=group).chunks == 2
+    close(workers)
+    kept.audit()
+
+
+def test_engine_stores_and_evicts_beside_adopted_chunks(make_daemon: Make, path: Path) -> None:
+    daemon = make_daemon(l1_file=path, l1_size="1MiB")
+    for _ in range(12):
+        store_prompt(daemon)
+    restart(daemon)
+    assert daemon.status()["l1"]["chunks"] > 12
+    prompts = [store_prompt(daemon) for _ in range(12)]
+    assert hits(daemon, prompts[-1]) == 3
+    daemon.audit()
+    daemon.clear_and_check()
+
+
+def test_chunks_that_are_kept_are_matched_and_counted(kept: Daemon) -> None:
+    prompt = store_prompt(kept)
+    restart(kept)
+    with Worker(kept.endpoint) as worker:
+        worker.send(worker.description())
+        key = prompt.keys[0]
+        wait_until(lambda: kept.metric("kvserver_l1_chunks") == 3, what="the chunks are counted")
+        assert worker.lookup([key]) == 1
+    assert kept.status()["events"]["published_types"]["ChunksStored"] == 1
+
+
+def test_second_restart_right_after_ready_loses_nothing(make_daemon: Make, path: Path) -> None:
+    daemon = make_daemon(l1_file=path)
+    prompts = [store_prompt(daemon, 15) for _ in range(6)]
+    for _ in range(3):
+        assert daemon.terminate() == 0
+        daemon.start()
+    restart(daemon)
+    assert [hits(daemon, prompt) for prompt in prompts] == [15] * 6
+    daemon.audit()
+
+
+def test_memory_that_stays_is_named_by_the_last_line_and_by_doctor(kept: Daemon, path: Path) -> None:
+    store_prompt(kept)
+    assert kept.terminate() == 0
+    last = kept.log.splitlines()[-1]
+    assert f"{os.stat(path).st_blocks * 512} bytes of memory stay in {path}, with 3 chunks" in last
+    command = [*kept.program, "doctor", "--json", "--l1-file", str(path), "--l1-size", "64MiB"]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True, timeout=120).stdout)
+    (text,) = [row["text"] for row in found if row["check"] == "L1 file"]
+    assert f"{path} has 64 MiB of memory" in text
+    assert f"rm {path} {state_of(path)} frees it" in text
+
+
+# ---- dropped ------------------------------------------------------------------------------------
+
+
+def test_nothing_is_kept_after_a_crash(kept: Daemon, path: Path) -> None:
+    prompt = store_prompt(kept)
+    restart(kept)
+    assert not state_of(path).exists()
+    kept.kill()
+    start(kept)
+    assert hits(kept, prompt) == 0
+    assert "no daemon left a state" in kept.log
+
+
+def test_chunks_that_only_one_start_of_an_engine_could_use_are_dropped(kept: Daemon) -> None:
+    other = {"identity": identity(model="other@1")}
+    private, durable = store_prompt(kept, durability=Durability.PROCESS), store_prompt(kept, **other)
+    restart(kept)
+    assert (hits(kept, private), hits(kept, durable, **other)) == (0, 3)
+    kept.audit()
+
+
+def test_cleared_chunks_do_not_return(kept: Daemon) -> None:
+    prompt = store_prompt(kept)
+    assert kept.http("/cache/clear", "POST")[0] == 200
+    restart(kept)
+    assert hits(kept, prompt) == 0
+
+
+@pytest.mark.parametrize("size", ["32MiB", "128MiB"])
+def test_other_size_keeps_what_fits(kept: Daemon, path: Path, size: str) -> None:
+    prompt = store_prompt(kept)
+    restart(kept, l1_size=size)
+    assert hits(kept, prompt) == 3
+    assert os.stat(path).st_size == kept.status()["l1"]["size_bytes"]
+    kept.audit()
+
+
+def test_chunks_beyond_a_smaller_l1_are_dropped(make_daemon: Make, path: Path) -> None:
+    daemon = make_daemon(l1_file=path, l1_size="1MiB")
+    prompts = [store_prompt(daemon) for _ in range(12)]
+    restart(daemon, l1_size="512KiB")
+    found = [hits(daemon, prompt) for prompt in prompts]
+    assert 0 < sum(found) < 36
+    restart(daemon, l1_size="1MiB")
+    assert [hits(daemon, prompt) for prompt in prompts] == found
+    daemon.audit()
+
+
+@pytest.mark.parametrize(("before", "after"), [("lru", "slru"), ("slru", "lru")])
+def test_other_policy_keeps_chunks(make_daemon: Make, path: Path, before: str, after: str) -> None:
+    daemon = make_daemon(l1_file=path, eviction_policy=before)
+    prompt = store_prompt(daemon)
+    assert hits(daemon, prompt) == 3
+    restart(daemon, eviction_policy=after)
+    assert hits(daemon, prompt) == 3
+    daemon.audit()
+
+
+@pytest.mark.parametrize("flags", [{"l1_huge_pages": "off"}, {"share": "test/model=0.5"}, {"serving": "stores-off"}])
+def test_other_settings_keep_chunks(kept: Daemon, flags: dict[str, str]) -> None:
+    prompt = store_prompt(kept)
+    restart(kept, **flags)
+    assert hits(kept, prompt) == 3
+    kept.audit()
+
+
+def test_storage_that_comes_and_goes_keeps_chunks(kept: Daemon) -> None:
+    prompt = store_prompt(kept)
+    restart(kept, l2=f"file://{kept.folder}/tier?size=16MiB")
+    assert hits(kept, prompt) == 3
+    del kept.flags["l2"]
+    restart(kept)
+    assert hits(kept, prompt) == 3
+    kept.audit()
+
+
+def test_chunks_of_another_chunk_size_are_dropped(kept: Daemon) -> None:
+    store_prompt(kept)
+    restart(kept, chunk_tokens=32)
+    assert kept.status()["l1"]["chunks"] == 0
+    assert "no use with other --chunk-tokens" in kept.log
+    kept.audit()
+
+
+# ---- damage -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rounds", [4, pytest.param(25, marks=pytest.mark.long)])
+def test_chunks_with_flipped_bits_are_not_served(kept: Daemon, path: Path, rounds: int) -> None:
+    source = random.Random(rounds)
+    for _ in range(rounds):
+        prompts = [store_prompt(kept, 1) for _ in range(80)]
+        used = kept.status()["l1"]["used_bytes"]
+        assert kept.terminate() == 0
+        for _ in range(40):
+            flip(path, source.randrange(used * 8))
+        start(kept)
+        lost = 80 - sum(hits(kept, prompt) for prompt in prompts)
+        assert 20 < lost <= 40
+        assert f"{lost} of them damaged" in kept.log
+        kept.clear_and_check()
+
+
+def test_state_with_a_flipped_bit_is_not_believed(kept: Daemon, path: Path) -> None:
+    for seed in range(3):
+        prompt = store_prompt(kept)
+        assert kept.terminate() == 0
+        flip(state_of(path), random.Random(seed).randrange(state_of(path).stat().st_size * 8))
+        start(kept)
+        assert hits(kept, prompt) == 0
+        assert "L1 begins empty" in kept.log
+
+
+def flip(file: Path, bit: int) -> None:
+    with open(file, "r+b") as opened:
+        opened.seek(bit // 8)
+        (byte,) = opened.read(1)
+        opened.seek(bit // 8)
+        opened.write(bytes([byte ^ 1 << bit % 8]))
+
+
+def test_truncated_file_begins_empty(kept: Daemon, path: Path) -> None:
+    prompt = store_prompt(kept)
+    assert kept.terminate() == 0
+    os.truncate(path, 0)
+    start(kept)
+    assert hits(kept, prompt) == 0
+    kept.audit()
+
+
+def test_replaced_file_begins_empty(kept: Daemon, path: Path) -> None:
+    prompt = store_prompt(kept)
+    assert kept.terminate() == 0
+    path.rename(path.with_name("old"))
+    start(kept)
+    assert "the file was replaced" in kept.log
+    assert hits(kept, prompt) == 0
+
+
+@pytest.mark.parametrize("rounds", [10, pytest.param(200, marks=pytest.mark.long)])
+def test_kill_while_a_state_is_written_or_adopted_leads_to_no_wrong_byte(kept: Daemon, path: Path, rounds: int) -> None:
+    source, prompts = random.Random(rounds), [store_prompt(kept, 15) for _ in range(8)]
+    for number in range(rounds):
+        if number % 2:  # while it ends
+            assert kept.process is not None
+            kept.process.terminate()
+            time.sleep(source.random() * 0.1)
+        kept.kill()
+        kept.start()
+        if not number % 2:  # while it adopts
+            time.sleep(source.random() * 0.05)
+            kept.kill()
+            kept.start()
+        found = [hits(kept, prompt) for prompt in prompts]
+        prompts = [prompt for prompt, count in zip(prompts, found, strict=True) if count == 15]
+        prompts += [store_prompt(kept, 15) for _ in range(8 - len(prompts))]
+        if not number % 3:
+            assert kept.terminate() == 0
+            kept.start()
+    kept.audit()
+
+
+# ---- refused ------------------------------------------------------------------------------------
+
+
+def refusal(daemon: Daemon) -> str:
+    """The one line with which a daemon with these flags ends."""
+    ended = subprocess.run(daemon.command(), capture_output=True, text=True, timeout=20)
+    assert ended.returncode == 2, ended.stderr
+    (line,) = ended.stderr.strip().splitlines()
+    return line
+
+
+def test_second_daemon_on_the_file_is_refused(kept: Daemon, make_daemon: Make, path: Path) -> None:
+    prompt = store_prompt(kept)
+    assert "another daemon uses it" in refusal(make_daemon(start=False, l1_file=path))
+    assert hits(kept, prompt) == 3
+
+
+def test_file_on_a_disk_is_refused(make_daemon: Make) -> None:
+    daemon = make_daemon(start=False)
+    daemon.flags["l1_file"] = daemon.folder / "l1"
+    assert "name a file on tmpfs" in refusal(daemon)
+
+
+def test_file_that_others_may_use_is_refused(make_daemon: Make, path: Path) -> None:
+    path.touch(0o600)
+    path.chmod(0o640)
+    assert "chmod 600" in refusal(make_daemon(start=False, l1_file=path))
+
+
+def test_link_is_refused(make_daemon: Make, path: Path) -> None:
+    path.symlink_to(path.with_name("other"))
+    assert f"--l1-file {path}" in refusal(make_daemon(start=False, l1_file=path))
+
+
+def test_file_system_without_the_memory_is_refused(make_daemon: Make, path: Path) -> None:
+    left = os.statvfs(path.parent)
+    line = refusal(make_daemon(start=False, l1_file=path, l1_size=left.f_blocks * left.f_frsize + (1 << 30)))
+    assert "--l1-size" in line
