@@ -150,7 +150,7 @@ class Chunk:
 
     @property
     def slot_ends(self) -> bytes:
-        """Where in the chunk's own form each of several slots ends; b"" of a single one."""
+        """Ends of several slots in the form of `_slots`; b"" of a single slot."""
         count = self.namespace.groups.slot_count
         return b"" if count == 1 else self._slots[: 4 * count]
 

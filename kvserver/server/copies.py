@@ -119,7 +119,7 @@ class Copies:
             self._count_copied(counts, ticket, completion)
 
     def is_durable(self, request: Store, worker: Worker) -> bool:
-        """Whether a later start of an engine can find what is stored."""
+        """True if a later start of an engine can find what is stored."""
         return self.instances.instance_of(worker).durability(request.durability) is not Durability.PROCESS
 
     def coverage_in_l2(self, ticket: CopyTicket) -> tuple[Coverage, Durability] | None:
