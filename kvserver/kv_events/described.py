@@ -59,9 +59,9 @@ class Described:
 
     # ---- over a restart -----------------------------------------------------------------------
 
-    def encode_l1(self) -> bytes:
-        """The descriptions of all chunks in L1, for restore()."""
-        found = dict(self._kept)
+    def encode_l1(self, and_waiting: bool) -> bytes:
+        """The descriptions of all chunks in L1, for restore(); `and_waiting`: also restored ones whose chunk is not READY."""
+        found = dict(self._kept) if and_waiting else {}
         for (tier, namespace), groups in self.resident.places.items():
             for number in _FIRST_GROUPS if tier is Tier.L1 else ():
                 for key, chunk in groups.get(number, {}).items():

@@ -135,10 +135,10 @@ class Hub(Subscriber):
         number, found = self.snapshot_of_tiers(prefix)
         return number, [chunk for tier, chunk in found if tier is Tier.L1]
 
-    def encode_l1(self) -> bytes:
-        """The descriptions of all chunks in L1, for a later daemon's restore()."""
+    def encode_l1(self, and_waiting: bool) -> bytes:
+        """The descriptions of all chunks in L1, for a later daemon's restore(); `and_waiting`: also restored ones whose chunk is not READY."""
         with self._lock:
-            return self._described.encode_l1()
+            return self._described.encode_l1(and_waiting)
 
     def restore(self, raw: bytes) -> None:
         """Describe the chunks that a restart keeps, as soon as they are READY again."""

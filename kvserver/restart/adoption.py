@@ -109,13 +109,22 @@ class Adoption:
             while not self._batches.empty():
                 self._found += self._batches.get()
             self._verified = self._next + len(self._found) // DIGEST_BYTES
-        last = min(self._verified, self._next + SLICE)
-        self._adopt(self._next, last)
-        del self._found[: DIGEST_BYTES * (last - self._next)]
-        self._next = last
+        first, last = self._next, min(self._verified, self._next + SLICE)
+        found = bytes(self._found[: DIGEST_BYTES * (last - first)])
+        del self._found[: len(found)]
+        self._next = last  # first: a slice that fails is not begun again, and its pages stay withheld
+        self._adopt(first, last, found)
         if self.done:
             self._log()
         return self._next < self._verified or self.done
+
+    @property
+    def published(self) -> bool:
+        return self.done and not self._unpublished
+
+    def ids_of_model(self, model_name: str) -> set[bytes]:
+        """Namespaces of which chunks may not be adopted yet."""
+        return set() if self.done else {of.id for of in self._state.namespaces if of.model_name == model_name}
 
     def clear(self, prefix: bytes) -> None:
         """Adopt no chunk of the namespaces whose id begins with the prefix."""
@@ -129,12 +138,12 @@ class Adoption:
             self._thread.join()
         return None if self.done or any(self._cleared) else self._state.part(self._next, self._state.chunks)
 
-    def _adopt(self, first: int, last: int) -> None:
+    def _adopt(self, first: int, last: int, found: bytes) -> None:
         rows = zip(self._places[first:last], self._ready[first:last], self._state.flags[first:last], strict=True)
         end = first
         for (place, ready, flags), run in groupby(rows):
             begin, end = end, end + sum(1 for _ in run)
-            whole = self._whole(begin - first, begin, end)
+            whole = self._whole(found[DIGEST_BYTES * (begin - first) : DIGEST_BYTES * (end - first)], begin, end)
             if self._cleared[place] or not any(whole):
                 adopted = bytes(end - begin)
             else:
@@ -146,10 +155,9 @@ class Adoption:
                     for extent in extents(self._extents(row, row + 1)) if not kept else ():
                         self._cache.pool.release_pages(*extent)
 
-    def _whole(self, at: int, begin: int, end: int) -> bytes:
-        """1 for each of these rows whose digest is the state's. Those of row `begin` begin at row `at` of what was found."""
-        found = memoryview(self._found)[DIGEST_BYTES * at : DIGEST_BYTES * (at + end - begin)]
-        digests = memoryview(self._state.digests)[DIGEST_BYTES * begin : DIGEST_BYTES * end]
+    def _whole(self, found: bytes, begin: int, end: int) -> bytes:
+        """1 for each of these rows whose digest, of those found, is the state's."""
+        digests = self._state.digests[DIGEST_BYTES * begin : DIGEST_BYTES * end]
         if found == digests:
             return b"\1" * (end - begin)
         parts = range(0, len(found), DIGEST_BYTES)

@@ -49,6 +49,9 @@ class KeptL1(Protocol):
     def step(self) -> bool:
         """At the end of a turn; True while there is more to do at once."""
 
+    def ids_of_model(self, model_name: str) -> set[bytes]:
+        """Namespaces of the model of which a later turn may adopt chunks."""
+
     def clear(self, prefix: bytes) -> None:
         """Adopt nothing of the namespaces whose id begins with the prefix."""
 
@@ -73,6 +76,9 @@ class NoKeptL1:
 
     def step(self) -> bool:
         return False
+
+    def ids_of_model(self, model_name: str) -> set[bytes]:
+        return set()
 
     def clear(self, prefix: bytes) -> None:
         pass
@@ -135,6 +141,7 @@ class RestartableL1:
     def begin(self, cache: Cache, bus: Bus, hub: Hub) -> None:
         try:
             self._file.remove_state()
+            self._file.shrink()
         except OSError as error:
             raise ConfigError(f"--l1-file {self._file.path}: its state cannot be removed: {error.strerror}") from None
         if not self._state.chunks:
@@ -152,6 +159,7 @@ class RestartableL1:
                 hub.restore(self._state.descriptions)
             except msgspec.MsgspecError as error:
                 log.warning("KV events do not describe what L1 kept: %s", error)
+            self._state.descriptions = b""
             self._adoption = Adoption(self._state, cache, self._region, bus)
             self._adoption.start()
 
@@ -193,7 +201,15 @@ class RestartableL1:
                 self._release_reserved()
             except BlockingIOError:
                 pass
-        return self._adoption is not None and self._adoption.step()
+        if self._adoption is None:
+            return False
+        more = self._adoption.step()
+        if self._adoption.published:
+            self._adoption, self._state = None, self._state.part(0, 0)  # their memory
+        return more
+
+    def ids_of_model(self, model_name: str) -> set[bytes]:
+        return self._adoption.ids_of_model(model_name) if self._adoption is not None else set()
 
     def clear(self, prefix: bytes) -> None:
         if self._adoption is not None:
@@ -211,7 +227,7 @@ class RestartableL1:
         try:
             state = make_state(cache, self._region, self._file.inode)
             state = state.joined(rest) if rest is not None else state
-            state.descriptions = hub.encode_l1()
+            state.descriptions = hub.encode_l1(and_waiting=rest is not None)
             self._file.write_state(encode(state))
             kept = state.chunks
         except OSError as error:

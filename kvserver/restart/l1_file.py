@@ -30,7 +30,7 @@ class L1File:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._state = Path(f"{path}.state")
+        self._state, self._new_state = Path(f"{path}.state"), Path(f"{path}.state.new")
         try:
             Path(path).parent.mkdir(mode=0o700, exist_ok=True)
             self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
@@ -42,6 +42,7 @@ class L1File:
             os.close(self.fd)
             raise
         self.size_before = os.fstat(self.fd).st_size
+        self.size = 0  # bytes that are L1
         self.reserved_bytes = 0  # the first ones have memory
 
     # ---- size ---------------------------------------------------------------------------------
@@ -67,7 +68,7 @@ class L1File:
         return chosen_l1(msgspec.structs.replace(settings, **changed), self.allocated_bytes)
 
     def resize(self, size: int) -> None:
-        """Make the file so large. ConfigError if its file system has not so much memory."""
+        """Make L1 so large. ConfigError if the file system has not so much memory. A file that is larger stays so until shrink()."""
         found = os.fstatvfs(self.fd)
         left = found.f_bavail * found.f_frsize + self.allocated_bytes
         if found.f_blocks and size > left:
@@ -75,15 +76,23 @@ class L1File:
                 f"L1 is {size} bytes and its file system has {left} left; lower --l1-size or enlarge it"
             )
         try:
-            os.ftruncate(self.fd, size)
+            os.ftruncate(self.fd, max(size, self.size_before))
         except OSError as error:
             raise self._refusal(error.strerror or str(error)) from None
-        if self.allocated_bytes >= size:
+        self.size = size
+        if self.size_before <= size <= self.allocated_bytes:
             self.reserved_bytes = size
+
+    def shrink(self) -> None:
+        """Free the memory beyond L1. REQUIRES: the daemon starts for good."""
+        if self.size < self.size_before:
+            os.ftruncate(self.fd, self.size)
+            if self.allocated_bytes >= self.size:
+                self.reserved_bytes = self.size
 
     def reserve_more(self) -> bool:
         """Reserve the next part; True if there is more. Waits for the kernel. OSError if there is no memory."""
-        left = os.fstat(self.fd).st_size - self.reserved_bytes
+        left = self.size - self.reserved_bytes
         if left > 0:
             part = min(_RESERVED_AT_ONCE, left)
             os.posix_fallocate(self.fd, self.reserved_bytes, part)
@@ -106,19 +115,25 @@ class L1File:
 
     def remove_state(self) -> None:
         """Durable when it returns. OSError if a later daemon may still find one."""
-        with suppress(FileNotFoundError):
-            self._state.unlink()
-            self._sync_folder()
+        for path in (self._new_state, self._state):
+            with suppress(FileNotFoundError):
+                path.unlink()
+                self._sync_folder()
 
     def write_state(self, raw: bytes) -> None:
         """Durable when it returns. OSError: there is none, or the whole one."""
-        new = self._state.with_name(f"{self._state.name}.new")
+        new = self._new_state
         with suppress(FileNotFoundError):
             new.unlink()
-        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
-            file.write(raw)
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+                file.write(raw)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError:
+            with suppress(OSError):
+                new.unlink()
+            raise
         new.replace(self._state)
         self._sync_folder()
 

@@ -121,7 +121,8 @@ class Clears:
 
     def _of_model(self, model_name: str) -> tuple[list[Instance], set[bytes]] | ClearRefusal:
         named = [instance for instance in self._all() if instance.model_name == model_name]
-        prefixes = {split_namespace(id)[0] for id in self._upkeep.cache.index.ids_of_model(model_name)}
+        ids = {*self._upkeep.cache.index.ids_of_model(model_name), *self._upkeep.kept_l1.ids_of_model(model_name)}
+        prefixes = {split_namespace(id)[0] for id in ids}
         prefixes |= {instance.last_namespace for instance in named if instance.last_namespace is not None}
         if not prefixes:
             known = ", ".join(dict.fromkeys(instance.model_name for instance in self._all())) or "none"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -21,6 +22,7 @@ from support.registration import identity
 from support.worker import Worker, make_keys
 
 from kvserver.protocol import Durability, ObjectGroup
+from kvserver.restart import L1File
 
 Make = Callable[..., Daemon]
 
@@ -384,3 +386,28 @@ def test_file_system_without_the_memory_is_refused(make_daemon: Make, path: Path
     left = os.statvfs(path.parent)
     line = refusal(make_daemon(start=False, l1_file=path, l1_size=left.f_blocks * left.f_frsize + (1 << 30)))
     assert "--l1-size" in line
+
+
+def test_start_that_is_refused_leaves_a_larger_file_as_it_is(path: Path) -> None:
+    first = L1File(str(path))
+    first.resize(4 << 20)
+    os.close(first.fd)
+    second = L1File(str(path))
+    second.resize(1 << 20)
+    assert path.stat().st_size == 4 << 20
+    second.shrink()
+    assert path.stat().st_size == 1 << 20
+    os.close(second.fd)
+
+
+def test_state_that_finds_no_room_leaves_no_part_of_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = L1File(str(path))
+
+    def no_room(fd: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", no_room)
+    with pytest.raises(OSError, match="No space"):
+        file.write_state(b"state")
+    assert sorted(path.parent.iterdir()) == [path]
+    os.close(file.fd)
