@@ -33,7 +33,7 @@ TOKENS = prompt(1, 3 * CHUNK + 10)
 def warnings_of(caplog):
     """The connector's warnings so far."""
     caplog.set_level(logging.WARNING, "vllm.kvserver")
-    return lambda: [r.getMessage() for r in caplog.records if r.name == "vllm.kvserver"]
+    return lambda: [r.getMessage() for r in caplog.records if r.name in ("vllm.kvserver", "kvserver")]
 
 
 def with_states(mode="align", **unserved):
