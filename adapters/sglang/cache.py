@@ -142,6 +142,7 @@ class RankCache:
 
     def _collect(self) -> None:
         self._half.poll(idle=False)
+        self._half.take_seconds()  # no metrics of SGLang's have them yet
         if (report := self._half.take_report()) is not None:
             incomplete = set(report.incomplete_stores)
             for number in report.ended_stores:
@@ -160,6 +161,14 @@ class RankCache:
         self._stores.clear()
         self._hits.forget_all()
         self._epochs.reset()
+        self._introduction.again()
+        self._collect()
+
+    def weights_updated(self) -> None:
+        """Weights are about to change. SGLang keeps the stores under way, which end as incomplete ones."""
+        self._half.start_loads(StepPlan(abort_stores=list(self._stores)))
+        self._hits.forget_all()
+        self._epochs.weights_updated()
         self._introduction.again()
         self._collect()
 

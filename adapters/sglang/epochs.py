@@ -36,5 +36,14 @@ class WeightEpochs:
                 "SGLang's cache was reset, so the weights may have changed: from now on this engine shares KV with itself only. "
                 "Set kvserver.on_prefix_reset=keep where a reset does not mean new weights (further resets are not logged)"
             )
+        self._begin("epoch: private since prefix reset")
+
+    def weights_updated(self) -> None:
+        """Also with `keep`, which states that a reset means no new weights."""
+        if not self._epoch:
+            log.warning("SGLang's weights are updated in place: from now on this engine shares KV with itself only")
+        self._begin("epoch: private since new weights")
+
+    def _begin(self, why: str) -> None:
         self._epoch += 1
-        self.private = "epoch: private since prefix reset"
+        self.private = why

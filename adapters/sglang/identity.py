@@ -12,7 +12,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Iterator
-from importlib.metadata import version
+from importlib.metadata import entry_points, version
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,10 @@ from kvserver.adapters.sglang.settings import SGLangSettings
 _FROM_FILES = frozenset(
     {"auto", "safetensors", "fastsafetensors", "pt", "npcache", "sharded_state", "gguf", "bitsandbytes", "mistral"}
 )
+# Arguments and variables that name content which is not compared.
+_NAMES_CONTENT = ("quantization_param_path", "custom_weight_loader", "forward_hooks", "decrypted_config_file")
+_NAMES_CODE = "SGLANG_EXTERNAL_MODEL_PACKAGE"
+_PLUGINS = ("sglang.srt.plugins", "sglang.srt.platforms")  # groups of entry points, whose code may replace SGLang's
 _PREFIXES = ("SGLANG_", "SGL_", "FLASHINFER_", "TRITON_", "NVIDIA_TF32", "TORCH_ALLOW_TF32", "ONEDNN_")
 
 
@@ -55,6 +59,14 @@ def arguments_identity(server_args: Any, device: torch.device) -> SGLangIdentity
     for name in namespace_of(ServerArgs):
         if name not in HARMLESS:
             found.add(name, getattr(resolved, name, None))
+    for name in _NAMES_CONTENT:
+        if getattr(resolved, name, None):
+            found.refuse(f"--{name.replace('_', '-')}: its content is not compared")
+    if os.environ.get(_NAMES_CODE):
+        found.refuse(f"{_NAMES_CODE}: its code is not compared")
+    for group in _PLUGINS:
+        for plugin in entry_points(group=group):
+            found.refuse(f"the plugin {plugin.name} of SGLang: its code is not compared")
     found.add("sglang", sglang.__version__)
     found.add("torch", torch.__version__)
     found.add("transformers", version("transformers"))
@@ -80,6 +92,8 @@ def with_model(found: SGLangIdentity, server_args: Any, settings: SGLangSettings
             raise NoWeights(f"load_format {resolved.load_format} does not take them from the model's files")
         if not commit:
             weights = files_of(str(folder), None, all_bytes)
+        elif resolved.download_dir:
+            raise NoWeights("--download-dir: its snapshot of the model may be another one")
         else:
             weights = files_of(str(resolved.model_path), commit, all_bytes)
     except (NoWeights, OSError, ValueError) as reason:

@@ -35,6 +35,7 @@ from kvserver.adapters.sglang.registration import PoolRegistration
 from kvserver.adapters.sglang.settings import SGLangSettings
 from kvserver.adapters.sglang.streams import BothStreams
 from kvserver.adapters.sglang.support import unsupported
+from kvserver.adapters.sglang.updates import follow_updates
 
 R = TypeVar("R")
 
@@ -66,6 +67,7 @@ class Linker(UnifiedCacheLinker):  # type: ignore[misc]
         components: Any,
         extra_config: dict[str, Any],
         forward_stream: Any = None,
+        **unknown: Any,
     ) -> None:
         self.faults = Faults()
         self.cache: RankCache | None = None  # None: the engine runs without cache
@@ -78,9 +80,19 @@ class Linker(UnifiedCacheLinker):  # type: ignore[misc]
         # SGLang compiles this when it is first used, for any linker. Without a compiler its first request would end the engine: better now.
         get_hash_str([0], None, page_size=1)
         self._ranks = Ranks()
+        why = f"SGLang passes {', '.join(sorted(unknown))}, which this adapter does not know" if unknown else None
         try:
-            if (why := unsupported(server_args, self._page_tokens, components)) is None:
-                self._ranks = ranks_of(params, get_parallel().tp_rank, get_parallel().tp_size)
+            why = (
+                why or unsupported(server_args, self._page_tokens, components) or follow_updates(self._weights_updated)
+            )
+        except Exception as error:
+            self.faults.count("construction", error)
+            why = "see the fault above"
+        try:
+            self._ranks = ranks_of(params, get_parallel().tp_rank, get_parallel().tp_size)
+            if not all(self._ranks.least([why is None])):  # else one rank would wait for another in a reduction
+                why = why or "another rank of it does"
+            if why is None:
                 self.cache = self._set_up(server_args, allocator.get_kvcache(), extra_config)
         except (UnsupportedLayout, CannotShare, ValueError) as reason:  # ValueError: of a setting
             why = str(reason)
@@ -110,7 +122,10 @@ class Linker(UnifiedCacheLinker):  # type: ignore[misc]
     @fenced(list)
     def lookup(self, cache: RankCache, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         keys = _only(transfers).keys
-        return list(range(1, cache.lookup(rid, keys) + 1)) if keys else []
+        hit = cache.lookup(rid, keys) if keys else 0
+        if self._ranks.size == 1:
+            return [hit] if hit else []  # SGLang takes the longest one
+        return list(range(1, hit + 1))  # and of several ranks the longest that all have
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
         """Copy the pages now: SGLang aborts a request whose load fails later, and computes one whose load is refused."""
@@ -178,6 +193,10 @@ class Linker(UnifiedCacheLinker):  # type: ignore[misc]
     def reset(self, cache: RankCache) -> None:
         self._kept_slots.flushed()
         cache.reset()
+
+    @fenced()
+    def _weights_updated(self, cache: RankCache) -> None:
+        cache.weights_updated()
 
     @fenced()
     def close(self, cache: RankCache) -> None:

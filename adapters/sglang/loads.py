@@ -38,6 +38,7 @@ def load(half: WorkerHalf, spec: LoadSpec, seconds: float, faults: Faults) -> Lo
 def _wait(half: WorkerHalf, spec: LoadSpec, seconds: float) -> bool:
     deadline = time.monotonic() + seconds
     plan = StepPlan(loads=[spec])
+    half.load_ends.take_finished()  # of an earlier load of the same request, whose wait was over before
     half.begin_step(spec.copy_id)
     half.start_loads(plan)
     half.answer_for_loads(plan)

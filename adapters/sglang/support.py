@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang.srt.arg_groups.model_override_base import resolved_view
+from sglang.srt.configs.model_config import is_multimodal_model
 
 from kvserver.adapters.sglang.identity import model_config
 
@@ -51,7 +52,11 @@ def unsupported(server_args: Any, page_tokens: int, components: Any) -> str | No
     for name, reason in _ONE.items():
         if (getattr(args, name, 1) or 1) > 1:
             return f"{_flag(name)} {getattr(args, name)}: {reason}"
-    if not args.language_model_only and (parts := [name for name in _MODALITIES if name in model_config(args)]):
+    config = model_config(args)
+    parts = [name for name in _MODALITIES if name in config]
+    if not parts and is_multimodal_model(config.get("architectures") or []):
+        parts = config["architectures"]
+    if not args.language_model_only and parts:
         return f"a model with {parts[0]}, without --language-model-only: {_REFUSED['enable_multimodal']}"
     if (mode := getattr(args, "disaggregation_mode", "null")) not in (None, "null"):
         return f"--disaggregation-mode {mode}: not served yet"

@@ -45,6 +45,15 @@ def op_generate(engine: Any, prompts: list[list[int]], max_tokens: int, salt: st
     }
 
 
+def op_update(engine: Any, model: str) -> dict[str, Any]:
+    """Other weights in place, without a flush."""
+    from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+
+    request = UpdateWeightFromDiskReqInput(model_path=model, flush_cache=False)
+    updated = engine.tokenizer_manager.update_weights_from_disk(request, None)
+    return {"answer": str(engine.loop.run_until_complete(updated))}
+
+
 def op_flush(engine: Any) -> dict[str, Any]:
     return {"ok": bool(engine.flush_cache().success)}
 

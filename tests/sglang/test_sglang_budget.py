@@ -53,3 +53,24 @@ def test_all_is_affordable_before_anything_was_measured(clock: Clock) -> None:
     made = Budget(1.0, 0.25, PAGE, clock)
     assert made.affordable(5000) == 5000
     assert made.seconds(1) == 1.0
+
+
+def test_one_slow_load_is_forgotten_so_that_hits_begin_again(clock: Clock) -> None:
+    made = budget(clock, pages_copied=0.0, tokens_computed=20_000)
+    made.copied(32, 1000.0)
+    assert made.affordable(1000) == 0
+    clock.now += 11
+    assert made.affordable(1000) == 1000
+
+
+def test_time_in_which_nothing_was_computed_is_no_time_of_prefill(clock: Clock) -> None:
+    made = budget(clock, pages_copied=1000, tokens_computed=6400)
+    before = made.seconds(100)
+    made.batch_begins()
+    clock.now += 60
+    made.pass_ends()
+    made.batch_begins()
+    made.computed(100)
+    clock.now += 1
+    made.pass_ends()
+    assert made.seconds(100) == pytest.approx(before)

@@ -90,6 +90,16 @@ def test_code_in_the_models_folder_makes_the_engine_private_where_it_runs(tmp_pa
     assert "--trust-remote-code" in identity(tmp_path, trust_remote_code=True).private
 
 
+def test_names_of_content_that_is_not_compared_make_the_engine_private(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "scales.json").write_text("{}")
+    named = identity(folder, quantization_param_path=str(tmp_path / "scales.json"))
+    assert "--quantization-param-path" in named.private
+    monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "mine")
+    assert "SGLANG_EXTERNAL_MODEL_PACKAGE" in identity(folder).private
+
+
 def test_a_variable_of_sglang_changes_the_identity(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = identity(folder).counted
     monkeypatch.setenv("SGLANG_SOMETHING_NEW", "1")
@@ -116,3 +126,10 @@ def test_a_model_with_images_is_not_served(tmp_path: Path) -> None:
     config.write_text(json.dumps(json.loads(config.read_text()) | {"vision_config": {}}))
     arguments = ServerArgs(model_path=str(tmp_path), device="cpu", page_size=32)
     assert "vision_config" in (unsupported(arguments, 32, set()) or "")
+
+
+def test_a_multimodal_architecture_is_not_served_whatever_its_configuration_lacks(tmp_path: Path) -> None:
+    config = tiny_models.llama(tmp_path, layers=1) / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"architectures": ["Phi4MMForCausalLM"]}))
+    arguments = ServerArgs(model_path=str(tmp_path), device="cpu", page_size=32)
+    assert "Phi4MMForCausalLM" in (unsupported(arguments, 32, set()) or "")
