@@ -1,4 +1,4 @@
-"""What a restart costs with --l1-file, beside one that begins empty: SIGTERM to exit, start to ready, first hit, all hits, memory.
+"""Cost of a restart with --l1-file, beside one that begins empty: SIGTERM to exit, start to ready, first hit, all hits, memory.
 
 python bench/restart.py [--chunks 100000 1000000] [--chunk-bytes 4096] [--folder /dev/shm]
 """

@@ -65,7 +65,7 @@ class Index:
         return chunk
 
     def add_chunks(self, namespace: Namespace, keys: Sequence[bytes]) -> list[Chunk]:
-        """As add_chunk(), many at once. REQUIRES: there are some."""
+        """Add several chunks, as add_chunk() adds one. REQUIRES: there are some."""
         self._namespaces[namespace.id] = namespace
         made = [self._make_chunk(namespace, key) for key in keys]
         for key, chunk in zip(keys, made, strict=True):

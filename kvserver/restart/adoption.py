@@ -194,7 +194,7 @@ class Adoption:
         return bool(self._unpublished)
 
     def _publish(self, place: int, ready: int, chunks: Sequence[Chunk]) -> None:
-        """As if they had just been stored, by an engine that has disconnected. One that has left L1 meanwhile was never announced."""
+        """Publish chunks as stored by an engine that has disconnected. A chunk that has left L1 meanwhile is not announced."""
         of, groups = self._state.namespaces[place], self._groups[place]
         named = chunks_of(of.id) if of.tails else of.id
         for number, objects in enumerate(groups.objects):

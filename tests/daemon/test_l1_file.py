@@ -29,7 +29,7 @@ Make = Callable[..., Daemon]
 
 @pytest.fixture
 def path() -> Iterator[Path]:
-    """Of a file on tmpfs that is not there yet."""
+    """Path on tmpfs where no file is yet."""
     folder = Path(tempfile.mkdtemp(prefix="kvs-", dir="/dev/shm"))
     yield folder / "l1"
     shutil.rmtree(folder)

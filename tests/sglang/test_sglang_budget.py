@@ -1,4 +1,4 @@
-"""How long SGLang's scheduler may wait for a load."""
+"""Bounds of the time that SGLang's scheduler waits for a load."""
 
 from __future__ import annotations
 

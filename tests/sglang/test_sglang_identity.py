@@ -1,4 +1,4 @@
-"""What SGLang's engines must agree on before they share KV."""
+"""Facts that SGLang's engines must agree on before they share KV."""
 
 from __future__ import annotations
 

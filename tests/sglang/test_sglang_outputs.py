@@ -19,7 +19,7 @@ def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
 
 
 def cached(length: int) -> int:
-    """How many tokens of a prompt may come from a cache: whole pages, and one token is computed."""
+    """Tokens of a prompt that may come from a cache: whole pages, and one token is computed."""
     return (length - 1) // PAGE * PAGE
 
 
