@@ -149,9 +149,11 @@ def test_stores_go_on_while_a_request_waits_that_needs_more_than_they_keep(make_
 
 
 def test_a_store_of_a_healthy_daemon_ends_before_it_is_cancelled(make_daemon, make_engine, asynchronous):
-    """A request waits for the blocks of the one before it, which a store keeps for some steps."""
+    """A request waits for the blocks of the one before it, which a store keeps for some steps. They take as long as a model's: four steps
+    without a model are over before a busy machine has run the daemon once."""
     daemon = make_daemon()
     engine = make_engine(daemon, asynchronous=asynchronous, num_blocks=30)
+    engine.after_step = lambda plan: time.sleep(0.02)
     answers = [engine.add(f"r{i}", prompt(10 + i, 26 * BLOCK), count=2) for i in range(6)]
     engine.run(30)
     assert all(answer.right for answer in answers)
