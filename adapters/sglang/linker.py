@@ -7,6 +7,7 @@ decided.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -36,6 +37,7 @@ from kvserver.adapters.sglang.settings import SGLangSettings
 from kvserver.adapters.sglang.streams import BothStreams
 from kvserver.adapters.sglang.support import unsupported
 from kvserver.adapters.sglang.updates import follow_updates
+from kvserver.adapters.versions import tested_with_sglang
 
 R = TypeVar("R")
 
@@ -90,6 +92,7 @@ class Linker(UnifiedCacheLinker):  # type: ignore[misc]
             why = "see the fault above"
         try:
             self._ranks = ranks_of(params, get_parallel().tp_rank, get_parallel().tp_size)
+            log_versions(self._ranks.number)
             if not all(self._ranks.least([why is None])):  # else one rank would wait for another in a reduction
                 why = why or "another rank of it does"
             if why is None:
@@ -207,6 +210,13 @@ class Linker(UnifiedCacheLinker):  # type: ignore[misc]
         pages: list[int] = (slots[:: self._page_tokens] // self._page_tokens).tolist()
         assert len(pages) * self._page_tokens == len(slots), "slots of whole pages"
         return pages
+
+
+def log_versions(rank: int) -> None:
+    """Name the tested versions, once for all ranks: a warning where this SGLang is none of them."""
+    tested, line = tested_with_sglang(sglang.__version__)
+    if rank == 0:
+        log.log(logging.INFO if tested else logging.WARNING, line)
 
 
 def _only(transfers: list[PoolTransfer]) -> PoolTransfer:

@@ -9,6 +9,8 @@ from dataclasses import asdict
 from functools import cached_property
 from typing import Any
 
+import sglang
+
 from kvserver.adapters.common.link import GPU_MARGIN_SECONDS, WORDS, Link, Registration
 from kvserver.adapters.common.log import log
 from kvserver.adapters.common.memory import share
@@ -18,7 +20,7 @@ from kvserver.adapters.sglang.identity import SGLangIdentity, arguments_identity
 from kvserver.adapters.sglang.pools import KVPool, read_addresses_again
 from kvserver.adapters.sglang.ranks import Ranks
 from kvserver.adapters.sglang.settings import SGLangSettings
-from kvserver.protocol import HelloReply, RegisterWorker, block_bytes
+from kvserver.protocol import MOST_ENGINE, HelloReply, RegisterWorker, block_bytes
 
 CHUNK_PAGES = (
     1  # a linker is not told where in the prompt its keys begin, so chunks of several pages could not be aligned
@@ -60,6 +62,8 @@ class PoolRegistration:
                 counted=self._whole_identity.fields(),
                 private=self._whole_identity.private,
                 machine_only=self._whole_identity.machine_only,
+                engine="sglang",
+                engine_version=sglang.__version__[:MOST_ENGINE],
             )
 
         margin = GPU_MARGIN_SECONDS if self.on_gpu else 0.0

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
+import vllm
 
 from kvserver.adapters.common.exporter import MakeExporter
 from kvserver.adapters.common.link import GPU_MARGIN_SECONDS, WORDS, Link, Registration
@@ -24,7 +25,15 @@ from kvserver.adapters.vllm.identity import Identity, config_identity, with_weig
 from kvserver.adapters.vllm.names import names_of
 from kvserver.adapters.vllm.settings import AdapterSettings
 from kvserver.adapters.vllm.support import ALLOCATES_IN_CONTEXT, blocks_come_first
-from kvserver.protocol import HelloReply, RegisterWorker, block_bytes, chunk_tokens_for, has_tails, planes_of
+from kvserver.protocol import (
+    MOST_ENGINE,
+    HelloReply,
+    RegisterWorker,
+    block_bytes,
+    chunk_tokens_for,
+    has_tails,
+    planes_of,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -90,6 +99,8 @@ class RankRegistration:
                 machine_only=self._whole_identity.machine_only,
                 has_computed=self._has_computed(),
                 tails=hello.tails and has_tails(grouped, chunk_tokens),
+                engine="vllm",
+                engine_version=vllm.__version__[:MOST_ENGINE],
             )
 
         margin = GPU_MARGIN_SECONDS if self.on_gpu else 0.0

@@ -68,6 +68,26 @@ def _state_of(running: DaemonStatus, text: str) -> Finding:
     return ok(text)
 
 
+def engines(machine: Machine) -> Finding:
+    """The engines of the daemon that `daemon` found. REQUIRES: that check ran before."""
+    if machine.running is None:
+        return ok("no daemon answers that knows of any")
+    named = [
+        " ".join(
+            filter(None, (one.instance_id, f"({' '.join((one.engine, one.engine_version))})" if one.engine else ""))
+        )
+        for one in machine.running.instances
+    ]
+    alone = [(name, one.private) for name, one in zip(named, machine.running.instances, strict=True) if one.private]
+    if alone:
+        reasons = "; ".join(f"{name} shares KV with no other: {reason}" for name, reason in alone)
+        return warning(
+            reasons,
+            "adapters/README.md#what-must-agree-and-what-makes-an-engine-private has the setting for each reason",
+        )
+    return ok(", ".join(named) or "none is connected")
+
+
 def listener_pid(endpoint: str) -> int:
     """The process that listens there; 0 if there is none, or it is not of this process namespace."""
     with socket.socket(socket.AF_UNIX) as client:

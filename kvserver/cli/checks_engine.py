@@ -1,5 +1,7 @@
 """`kvserver doctor --engine URL`: reads a vLLM engine's own metrics, which report whether its cache is on, and why not.
 
+An SGLang server has no such metrics: `checks_sglang` reads what it has.
+
 The URL may be on any machine and of any server: every answer becomes a finding.
 
 Owns: reading the metrics, and the fix for each reason. Refuses to know: the machine and the daemon (`checks` and its kin).
@@ -18,6 +20,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvserver.cli import checks_sglang
 from kvserver.cli.checks import Finding, ok, problem, warning
 from kvserver.config import split_url, without_user
 
@@ -65,14 +68,20 @@ class EngineMetrics:
         return self.values.get(name, 0.0)
 
 
-def engine_findings(url: str) -> Iterator[tuple[str, Finding]]:
-    """The findings of the engines at `url`, named by address and engine_id; a server with data parallelism has several engines."""
-    name = "engine"
+def engine_findings(url: str, endpoint: str = "") -> Iterator[tuple[str, Finding]]:
+    """The findings of the engines at `url`, named by address and engine_id; a server with data parallelism has several engines.
+
+    `endpoint`: of the daemon that is asked about an SGLang.
+    """
+    name, where = "engine", ""
     try:
         where = address(url)
         name = f"engine {urllib.parse.urlsplit(where).netloc}"
         text = fetch(where)
     except (OSError, ValueError) as error:
+        if isinstance(error, urllib.error.HTTPError) and (found := _sglang(where)) is not None:
+            yield from _named(name, checks_sglang.findings_of(found, endpoint))
+            return
         why = error.reason if type(error) is urllib.error.URLError else error
         fix = "give the address of vLLM's API server: kvserver doctor --engine http://127.0.0.1:8000"
         yield name, problem(f"{without_user(url, True)} cannot be read: {why}", fix)
@@ -83,11 +92,27 @@ def engine_findings(url: str) -> Iterator[tuple[str, Finding]]:
         yield name, problem(f"{where} has no metrics: {error}", "give the address of vLLM's API server")
         return
     if not any(engine.connected is not None for engine in engines.values()):
+        if not is_vllm and (arguments := _sglang(where)) is not None:
+            yield from _named(name, checks_sglang.findings_of(arguments, endpoint))
+            return
         yield name, _without_gauge(where, bool(engines), is_vllm)
         return
     for label, engine in sorted(engines.items()):
         for finding in findings_of(engine):
             yield f"{name} {label}" + (f" ({engine.instance_id})" if engine.instance_id else ""), finding
+
+
+def _named(name: str, found: Iterator[tuple[str, Finding]]) -> Iterator[tuple[str, Finding]]:
+    for instance_id, finding in found:
+        yield f"{name} ({instance_id})" if instance_id else name, finding
+
+
+def _sglang(metrics_url: str) -> checks_sglang.Arguments | None:
+    """The arguments of the SGLang that serves these metrics, or none of its own; None if it is no SGLang."""
+    try:
+        return checks_sglang.read(fetch(metrics_url.removesuffix("/metrics") + "/server_info"))
+    except (OSError, ValueError):
+        return None
 
 
 def _without_gauge(where: str, has_connector: bool, is_vllm: bool) -> Finding:

@@ -39,6 +39,7 @@ CHECKS: dict[str, Check] = {
     "native module": checks_service.native_module,
     "endpoint": checks_service.endpoint_folder,
     "daemon": checks_daemon.daemon,
+    "engines": checks_daemon.engines,
     "HTTP port": checks_daemon.http_port,
     "storage": checks_storage.storage,
     "vLLM": checks_service.vllm,
@@ -99,7 +100,7 @@ def findings(arguments: argparse.Namespace) -> Iterator[tuple[str, Finding]]:
     """The findings of the given engines; else of the settings, then of every check, with the defaults if the settings are invalid."""
     if arguments.engine:
         for url in arguments.engine:
-            yield from checks_engine.engine_findings(url)
+            yield from checks_engine.engine_findings(url, _settings(arguments).endpoint)
         return
     try:
         given = read_configuration(vars(arguments))

@@ -60,7 +60,7 @@ def _request(request: dict[str, Any]) -> str:
     lines = [_wrapped(request["verdict"] + ".", "")]
     facts = [
         ("request", f"{request['request_id']}, {request['age_seconds']:,.1f} s ago"),
-        ("engine", f"{request['instance_id']}, {request['model_name']}"),
+        ("engine", ", ".join(filter(None, (request["instance_id"], request["model_name"], request.get("engine"))))),
         ("outcome", _outcome(request)),
         ("tokens", _tokens(request["tokens"])),
         ("missing", _missing(request)),

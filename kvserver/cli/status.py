@@ -18,7 +18,15 @@ from msgspec.structs import asdict
 
 from kvserver.cli import http_client
 from kvserver.cli.terminal import columns, show
-from kvserver.protocol.status import DaemonStatus, GpuStatus, InstanceStatus, L1Status, TierStatus, WhatIfStatus
+from kvserver.protocol.status import (
+    DaemonStatus,
+    GpuStatus,
+    InstanceStatus,
+    L1Status,
+    RefusedEngineStatus,
+    TierStatus,
+    WhatIfStatus,
+)
 
 _HOME_AND_ERASE_BELOW = "\x1b[H\x1b[J"
 _ERASE_SCREEN = "\x1b[2J"
@@ -126,12 +134,13 @@ def table(status: DaemonStatus) -> str:
         lines += columns(
             [
                 (
-                    *("instance", "model", "ranks", "running", "waiting", "prompt tokens"),
+                    *("instance", "model", "engine", "ranks", "running", "waiting", "prompt tokens"),
                     *(_NAMES[source] for source in sources),
                     *("stored", "loaded", "failed", "seen"),
                 ),
                 *(_row(instance, sources) for instance in status.instances),
-            ]
+            ],
+            left=3,
         )
         lines += [
             f"PRIVATE  {instance.instance_id} shares KV with no other engine: {instance.private}"
@@ -218,6 +227,7 @@ def _row(instance: InstanceStatus, sources: Sequence[str]) -> tuple[str, ...]:
     return (
         instance.instance_id,
         instance.model_name,
+        kind(instance),
         ranks if instance.namespace else f"{ranks} WAITING",
         str(load.running) if load is not None else "-",
         str(load.waiting) if load is not None else "-",
@@ -228,6 +238,11 @@ def _row(instance: InstanceStatus, sources: Sequence[str]) -> tuple[str, ...]:
         str(counts.failed_stores + counts.failed_loads),
         f"{duration(seen)} ago",
     )
+
+
+def kind(instance: InstanceStatus | RefusedEngineStatus) -> str:
+    """The engine and its version; "-" if its adapter does not report them."""
+    return " ".join(filter(None, (instance.engine, instance.engine_version))) or "-"
 
 
 def bar(part: float, whole: float) -> str:

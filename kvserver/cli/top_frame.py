@@ -11,7 +11,7 @@ from msgspec import UNSET
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
-from kvserver.cli.status import SERVING, bar, duration, rate, size, tier_line, what_if
+from kvserver.cli.status import SERVING, bar, duration, kind, rate, size, tier_line, what_if
 from kvserver.cli.terminal import plain
 from kvserver.cli.top_view import Rates, Reading, missed_tokens
 from kvserver.protocol.status import DaemonStatus, InstanceStatus
@@ -26,7 +26,7 @@ _STYLES = {
     r"  private  |shares KV with no other": "yellow",
     r"(?<=  )(ready|on)(?=  )": "green",
 }
-_WORDS = ("engine", "model", "state", "ranks")
+_WORDS = ("engine", "model", "kind", "state", "ranks")
 _MOST_NAME = 32  # cells
 _NUMBERS = ("run", "wait", "tokens/s", *_NAMES.values(), "failed", "seen")
 
@@ -171,10 +171,10 @@ def _engines(status: DaemonStatus, rates: Rates | None) -> Iterator[str]:
     """A table, and under it why an engine runs without cache or alone."""
     nothing = ("-",) * (len(_NUMBERS) + 1)
     rows = [
-        *((one.instance_id, one.model_name, "NO CACHE", *nothing) for one in status.refused_engines),
+        *((one.instance_id, one.model_name, kind(one), "NO CACHE", *nothing) for one in status.refused_engines),
         *(_row(one, rates, status.serving == "off") for one in status.instances),
         *(
-            (one.instance_id, one.model_name, "left", *nothing[1:], f"{duration(one.gone_seconds)} ago")
+            (one.instance_id, one.model_name, "-", "left", *nothing[1:], f"{duration(one.gone_seconds)} ago")
             for one in status.departed
         ),
     ]
@@ -212,6 +212,7 @@ def _row(one: InstanceStatus, rates: Rates | None, is_off: bool) -> tuple[str, .
     return (
         one.instance_id,
         one.model_name,
+        kind(one),
         "WAITING" if not one.namespace else "NO CACHE" if is_off else "private" if one.private else "on",
         f"{len(one.workers)}/{one.world_size}",
         number(stats.running) if stats is not None else "-",

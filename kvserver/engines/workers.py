@@ -60,6 +60,7 @@ _REFUSED_SECONDS = 30.0  # without another attempt: the engine has ended
 class _Refusal(NamedTuple):
     error: KVServerError
     model_name: str
+    engine: tuple[str, str]  # with its version
     at: float
 
 
@@ -114,7 +115,9 @@ class Workers:
         log.log(level, "%s", refusal, extra=log_fields(spec))
         self._last_refusal = refusal
         self._refusals.pop((spec.instance_id, spec.incarnation), None)
-        self._refusals[spec.instance_id, spec.incarnation] = _Refusal(error, spec.model_name, self.clock())
+        self._refusals[spec.instance_id, spec.incarnation] = _Refusal(
+            error, spec.model_name, spec.engine_names, self.clock()
+        )
         if len(self._refusals) > _MAX_REFUSALS:
             del self._refusals[next(iter(self._refusals))]
 
@@ -140,6 +143,8 @@ class Workers:
             RefusedEngineStatus(
                 instance_id=instance_id,
                 model_name=refusal.model_name,
+                engine=refusal.engine[0],
+                engine_version=refusal.engine[1],
                 code=refusal.error.code.value,
                 message=refusal.error.message[:_MAX_TEXT],
                 age_seconds=round(now - refusal.at, 3),

@@ -42,6 +42,7 @@ from kvserver.protocol.measurements import (
     bounded,
 )
 from kvserver.protocol.messages import (
+    MOST_ENGINE,
     MOST_MESSAGE_BYTES,
     OLDEST_PROTOCOL_VERSION,
     PROTOCOL_VERSION,

@@ -54,6 +54,8 @@ SERVING_OFF = "serving_off"  # HelloReply.standing: as REGISTERED, and the opera
 REQUEST_ID_BYTES = 8
 MOST_MESSAGE_BYTES = 4 << 20  # clients split far below; a larger message gets an error
 
+MOST_ENGINE = 64  # characters of an engine's name or version that are shown
+
 GpuUuid = Annotated[str, Meta(pattern="^(GPU|MIG)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")]
 GpuHandle = Annotated[bytes, Meta(min_length=64, max_length=64)]
 
@@ -144,6 +146,13 @@ class RegisterWorker(Message):
     # with HelloReply.tails, and if has_tails(groups).
     tails: bool = False
     machine_only: Text = ""  # why its KV must stay on this machine, though it may outlive the engine; "" if it need not
+    engine: Label = ""  # for people: "vllm", "sglang"; "" of older adapters
+    engine_version: Label = ""
+
+    @property
+    def engine_names(self) -> tuple[str, str]:
+        """`engine` and `engine_version`, short and printable."""
+        return _shown(self.engine), _shown(self.engine_version)
 
     @property
     def chunk_tokens(self) -> int:
@@ -154,6 +163,10 @@ class RegisterWorker(Message):
         """`groups`, also of protocol 4."""
         members = tuple(range(group_count(self.planes)))
         return self.groups or (ObjectGroup("full", members, self.block_tokens, replicated=self.replicated),)
+
+
+def _shown(name: str) -> str:
+    return "".join(filter(str.isprintable, name))[:MOST_ENGINE]
 
 
 class UnregisterWorker(Message):

@@ -174,6 +174,8 @@ class EngineStatus(Struct, frozen=True, kw_only=True):
 class InstanceStatus(Struct, frozen=True, kw_only=True):
     instance_id: str = ""
     model_name: str = ""
+    engine: str = ""  # "vllm", "sglang"; empty if its adapter does not report it
+    engine_version: str = ""
     namespace: str = ""  # empty until all ranks are registered and agree
     private: str = ""  # why it shares KV with no other instance
     machine_only: str = ""  # why its KV goes to no tier of L2 that machines share
@@ -202,6 +204,8 @@ class RefusedEngineStatus(Struct, frozen=True, kw_only=True):
 
     instance_id: str = ""
     model_name: str = ""
+    engine: str = ""  # as of InstanceStatus
+    engine_version: str = ""
     code: str = ""  # of the error
     message: str = ""
     age_seconds: float = 0.0  # of the last refusal

@@ -40,7 +40,7 @@ MOST_BODY_BYTES = 4 << 20
 ENGINE_STATS_SECONDS = 0.5
 JSON, MSGPACK = "application/json", "application/msgpack"
 _OF_INSTANCE = (
-    "instance_id", "model_name", "namespace", "world_size", "block_tokens", "chunk_tokens", "l0_source", "load",
+    "instance_id", "model_name", "engine", "engine_version", "namespace", "world_size", "block_tokens", "chunk_tokens", "l0_source", "load",
 )  # fmt: skip
 _MOST_IDS = 1024
 _HASHING_AT_ONCE = 2  # requests that hash tokens; others wait, so that the loop gets the interpreter

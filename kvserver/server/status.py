@@ -80,9 +80,12 @@ def connects_status(instances: Instances) -> ConnectsStatus:
 def instance_status(instance: Instance, devices: Devices, l0: L0Status, now: float) -> InstanceStatus:
     """`l0`: what block_lifecycle knows of its blocks."""
     spec, reports = instance.any_worker().spec, instance.reports
+    engine, version = spec.engine_names
     return InstanceStatus(
         instance_id=instance.instance_id,
         model_name=instance.model_name,
+        engine=engine,
+        engine_version=version,
         namespace=instance.namespace.hex() if instance.namespace is not None else "",
         private=instance.private,
         machine_only=instance.machine_only,

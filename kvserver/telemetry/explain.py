@@ -58,6 +58,7 @@ class _Stored(NamedTuple):
     chunk_tokens: int = 0
     block_tokens: int = 0  # the fewest that it could
     tails: bool = False
+    engine: str = ""  # with its version, for people
 
 
 class Explain(Subscriber):
@@ -183,7 +184,9 @@ class Explain(Subscriber):
                 case NamespaceFormed():
                     first = event.ranks[0]
                     least = chunk_tokens_for(1, first.object_groups)
-                    self._stored[event.instance_id] = _Stored(first.chunk_tokens, least, first.tails)
+                    self._stored[event.instance_id] = _Stored(
+                        first.chunk_tokens, least, first.tails, " ".join(filter(None, first.engine_names))
+                    )
                     self._differences.formed(event)
                 case InstanceDisconnected():
                     self._instance_disconnected(event)
@@ -243,7 +246,9 @@ class Explain(Subscriber):
 
     def _remember(self, event: LookupEnded | RequestEnded, began_ns: int) -> Request:
         request = Request(event.instance_id, event.model_name, event.request_id, began_ns)
-        request.chunk_tokens, request.block_tokens, request.tails = self._stored.get(event.instance_id, _Stored())
+        request.chunk_tokens, request.block_tokens, request.tails, request.engine = self._stored.get(
+            event.instance_id, _Stored()
+        )
         self._ring.append(request)
         self._newest[request.instance_id, request.request_id] = request
         self._grow(request, _REQUEST_BYTES + sys.getsizeof(event.request_id))

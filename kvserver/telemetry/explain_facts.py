@@ -97,6 +97,7 @@ class Facts(TypedDict):
     unlisted_loads: int
     block_tokens: int  # the fewest that the engine could store; 0 if that is not known
     tails: bool  # it stores single blocks behind the last whole chunk
+    engine: str  # which engine and version it is; "" if that is not known
 
 
 @dataclass(slots=True)
@@ -149,6 +150,7 @@ class Request:
     chunk_tokens: int = 0
     block_tokens: int = 0  # the fewest that the engine could store; 0 if that is not known
     tails: bool = False
+    engine: str = ""
 
     @property
     def missing(self) -> tuple[int, MissReason] | None:
@@ -284,4 +286,5 @@ def facts_of(
         unlisted_loads=request.unlisted_loads,
         block_tokens=request.block_tokens,
         tails=request.tails,
+        engine=request.engine,
     )

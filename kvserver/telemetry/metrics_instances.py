@@ -52,7 +52,7 @@ _REQUESTS: tuple[Metric[RequestsStatus], ...] = (
     Metric("kvserver_load_duration_seconds", "Time of completed loads at the daemon, by rank: waiting (queue), and copying by the device (copy).", Kind.HISTOGRAM, lambda of: of.load_duration, ("phase",), COPY_BUCKETS),
 )  # fmt: skip
 _IDENTITY: tuple[Metric[InstanceStatus], ...] = (
-    Metric("kvserver_instance_info", "Always 1 for a registered engine instance; the labels describe it, for joins.", Kind.GAUGE, lambda of: {_facts(of): 1}, ("world_size", "l0_source", "block_tokens", "chunk_tokens", "device")),
+    Metric("kvserver_instance_info", "Always 1 for a registered engine instance; the labels describe it, for joins.", Kind.GAUGE, lambda of: {_facts(of): 1}, ("world_size", "l0_source", "block_tokens", "chunk_tokens", "device", "engine", "engine_version")),
     Metric("kvserver_instance_world_size", "Ranks of a registered engine instance: GPU-seconds are its seconds times this.", Kind.GAUGE, lambda of: of.world_size),
     Metric("kvserver_instance_private", "1 for a registered engine instance that shares KV with no other, with the reason.", Kind.GAUGE, lambda of: {of.private[:_MOST_REASON]: 1} if of.private else None, ("reason",)),
     Metric("kvserver_engine_prefill_tokens_per_second", "Speed at which the engine computes prompt tokens, as it reported last.", Kind.GAUGE, lambda of: of.prefill_tokens_per_second or None),
@@ -83,4 +83,12 @@ def _labels(row: InstanceStatus | DepartedStatus) -> tuple[str, str]:
 
 def _facts(row: InstanceStatus) -> tuple[str, ...]:
     device = "cpu" if all(worker.device == "cpu" for worker in row.workers) else "gpu"
-    return str(row.world_size), row.l0_source, str(row.block_tokens), str(row.chunk_tokens), device
+    return (
+        str(row.world_size),
+        row.l0_source,
+        str(row.block_tokens),
+        str(row.chunk_tokens),
+        device,
+        row.engine,
+        row.engine_version,
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import vllm
 from made_up_model import BLOCK, prompt
 from modelless import configure
 from support.daemon import wait_until
@@ -38,6 +39,7 @@ def test_an_engine_describes_itself_in_its_first_step(make_daemon, make_tap, mak
     (store,) = tap.of(Store)
     (worker,) = tap.of(RegisterWorker)
     assert (sent.instance_id, sent.incarnation, sent.model_name) == ("one", worker.incarnation, worker.model_name)
+    assert (worker.engine, worker.engine_version) == ("vllm", vllm.__version__)
     assert sent.variant == store.variant
     assert sent.hash_algorithm == "sha256"
     assert sent.hash_start == kv_cache_utils.NONE_HASH

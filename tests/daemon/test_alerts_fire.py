@@ -167,6 +167,20 @@ def test_an_engine_that_shares_with_none_is_private(make_daemon: Callable[..., D
         firing(tmp_path, {"KVServerInstancePrivate"}, scrape, scrape)
 
 
+def test_an_sglang_that_was_reset_is_private(make_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
+    """Its scheduler states the reason, in the description that it sends again after a reset."""
+    daemon = make_daemon()
+    with Worker(daemon.endpoint, connect_now=False) as worker:
+        worker.attach()
+        worker.register(engine="sglang", engine_version="0.5.23")
+        before = metrics(daemon)
+        firing(tmp_path, set(), before, before)
+        worker.send(worker.description(private="epoch: private since prefix reset"))
+        wait_until(lambda: daemon.metric("kvserver_instance_private", reason="epoch: private since prefix reset") == 1)
+        scrape = metrics(daemon)
+        firing(tmp_path, {"KVServerInstancePrivate"}, scrape, scrape)
+
+
 def test_an_engine_whose_reports_are_lost_is_out_of_sync(make_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
     daemon = make_daemon()
     with Worker(daemon.endpoint) as worker:

@@ -76,6 +76,8 @@ def test_an_instance_is_described_and_reports_its_prefill_speed(daemon: Daemon) 
                 "device": "cpu",
                 "block_tokens": "16",
                 "chunk_tokens": "64",
+                "engine": "",
+                "engine_version": "",
             },
         )
         assert daemon.metric("kvserver_engine_prefill_tokens_per_second") is None

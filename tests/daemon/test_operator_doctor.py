@@ -45,7 +45,7 @@ def test_the_exit_code_is_one_only_if_there_is_a_problem(make_daemon):
 def test_every_line_has_its_level_and_what_is_not_ok_states_what_fixes_it(make_daemon):
     daemon = make_daemon()
     shown = doctor(*flags(daemon)).stdout.splitlines()[:-1]
-    assert len(shown) == 21
+    assert len(shown) == 22
     for line in shown:
         level = line.split()[0]
         assert level in ("ok", "warning", "problem"), line
@@ -56,7 +56,7 @@ def test_a_setting_that_cannot_be_is_one_problem_among_the_others():
     code, found = rows("--chunk-tokens", "many")
     assert (code, found["settings"]["level"]) == (1, "problem")
     assert "--chunk-tokens 'many'" in found["settings"]["text"]
-    assert len(found) == 21
+    assert len(found) == 22
 
 
 def test_settings_state_where_they_came_from():

@@ -64,6 +64,7 @@ def test_the_table_has_a_row_per_instance_under_its_headings(make_daemon, make_w
     assert heads == [
         "instance",
         "model",
+        "engine",
         "ranks",
         "running",
         "waiting",
@@ -81,9 +82,19 @@ def test_the_table_has_a_row_per_instance_under_its_headings(make_daemon, make_w
     assert rows.keys() == {worker.instance_id for worker in workers}
     counts = next(i for i in daemon.status()["instances"] if i["instance_id"] == workers[0].instance_id)["requests"]
     row = rows[workers[0].instance_id]
-    assert row[1:9] == ["test/model", "1/1", "-", "-", "1000", "25.0%", "60.0%", "15.0%"]  # it reported no engine stats
+    assert row[1:10] == [
+        "test/model",
+        "-",
+        "1/1",
+        "-",
+        "-",
+        "1000",
+        "25.0%",
+        "60.0%",
+        "15.0%",
+    ]  # it reported no engine stats
     assert cli_status.size(counts["stored_bytes"]) in " ".join(row)
-    assert rows[workers[1].instance_id][5:9] == ["0", "-", "-", "-"]  # no prompt was reported, which is no share of 0%
+    assert rows[workers[1].instance_id][6:10] == ["0", "-", "-", "-"]  # no prompt was reported, which is no share of 0%
 
 
 def test_a_daemon_without_engines_states_so(make_daemon):

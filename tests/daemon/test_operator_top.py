@@ -64,7 +64,7 @@ def test_top_shows_the_status_until_q_ends_it(make_daemon, make_worker, top):
     assert any("3 chunks, 0 evicted" in line for line in lines)
     assert any("75.0% since the start" in line for line in lines if line.startswith("HIT RATE")), lines
     (row,) = (line.split() for line in lines if line.startswith("engine-a"))
-    assert row[:4] == ["engine-a", "test/model", "on", "1/1"]
+    assert row[:5] == ["engine-a", "test/model", "-", "on", "1/1"]
     terminal.press("q")
     assert terminal.wait() == 0
     assert terminal.is_as_before
@@ -208,7 +208,7 @@ def test_an_engine_without_cache_is_shown_with_the_reason(make_daemon, make_work
     shown = run(daemon.http_port, "--once").stdout
     assert "half runs without cache: 1 of 2 ranks registered: no cache until all are" in shown
     assert "a runs without cache: duplicate_instance: instance id 'a' belongs to another live engine" in shown
-    assert [line.split()[2] for line in shown.splitlines() if line.startswith("a ") and "runs" not in line] == [
+    assert [line.split()[3] for line in shown.splitlines() if line.startswith("a ") and "runs" not in line] == [
         "NO",
         "on",
     ]

@@ -70,7 +70,12 @@ def busy(folder: Path) -> Iterator[Daemon]:
     workers: list[Worker] = []
     try:
         for name, world_size in (("llama-1", 1), ("llama-2", 1), ("half", 2)):
-            workers.append(Worker(daemon.endpoint, instance_id=name, model_name="meta/llama", world_size=world_size))
+            engine = Worker(
+                daemon.endpoint, instance_id=name, model_name="meta/llama", world_size=world_size, connect_now=False
+            )
+            workers.append(engine)
+            engine.attach()
+            engine.register(engine="sglang" if name == "llama-2" else "vllm", engine_version="0.5.23")
         workers.append(Worker(daemon.endpoint, instance_id=MARKUP, model_name=MARKUP))
         for worker in workers:
             closed(worker)  # by this fixture, not after the first test
@@ -130,6 +135,8 @@ def test_page_shows_the_values_of_the_status(browser: Browser, busy: Daemon) -> 
         "llama-1": ["3", "0"], "llama-2": ["4", "1"], MARKUP: ["5", "2"], "half": ["–", "–"],
     }  # fmt: skip
     assert "1 of 2 registered so far" in engines["half"][0]
+    named = {name.split("\n")[0]: name.split("\n")[2:] for name in rows(browser, "#engines")}
+    assert named == {"llama-1": ["vllm 0.5.23"], "llama-2": ["sglang 0.5.23"], MARKUP: [], "half": ["vllm 0.5.23"]}
     assert browser.text("#on-answer") == "In part: 1 of 4 engines runs without cache."
     copies = rows(browser, "#copies")
     assert numbers(copies["Stores, L0 to L1"][0])[0] == f"{totals['stored_bytes'] / 2**20:.1f}"

@@ -48,7 +48,10 @@ def test_a_second_engine_loads_what_the_first_stored_with_equal_tokens_and_logpr
         assert [o["tokens"] for o in warm] == [o["tokens"] for o in reference]
         assert all(same(left, right) for left, right in zip(warm, own, strict=True))
     assert all(same(left, right) for left, right in zip(cold, reference, strict=True))
-    totals = daemon.status()["totals"]
+    status = daemon.status()
+    assert [(one["engine"], one["engine_version"]) for one in status["instances"]] == [("sglang", "0.5.23")] * 2
+    assert "is tested with real engines of SGLang 0.5.23 on CPUs; this is 0.5.23\n" in first.log.read_text()
+    totals = status["totals"]
     assert totals["failed_loads"] == totals["errors"] == 0
     assert totals["hit_tokens"] >= 2 * sum(cached(len(p)) for p in prompts)
 

@@ -75,7 +75,8 @@ function engines(status, states, refused) {
 }
 
 function name(one) {
-  return el("span", {}, el("strong", {}, one.instance_id), el("small", {}, one.model_name));
+  const engine = [one.engine, one.engine_version].filter(Boolean).join(" ");
+  return el("span", {}, el("strong", {}, one.instance_id), el("small", {}, one.model_name), ...(engine ? [el("small", {}, engine)] : []));
 }
 
 function state(word, why, on) {
