@@ -51,11 +51,11 @@ class Lookups:
         settings: CommonSettings,
         counters: Counter[str],
         *,
-        answers_before_fills: bool = False,
+        answers_at_once: bool = False,
     ) -> None:
-        """`answers_before_fills`: the engine cannot put a request off, so what is found in memory is the answer until the fill ends."""
+        """`answers_at_once`: the engine cannot put a request off. What is known stays the answer while a fill runs, or the lookup is renewed."""
         self._dispatcher = dispatcher
-        self._answers_before_fills = answers_before_fills
+        self._answers_at_once = answers_at_once
         self._counters = counters
         self._timeout_seconds = settings.lookup_timeout_ms / 1000
         self._poll_seconds = self._poll_left = settings.lookup_poll_ms / 1000
@@ -63,7 +63,7 @@ class Lookups:
         self._waiting: dict[Question, tuple[Lookup, TailOf]] = {}  # for a place in the queue, the oldest first
         self._in_flight: dict[Question, int] = {}  # the messages' numbers
         self._full = False  # the queue had no place; an answer may have freed one
-        self._looked_at_fills = False  # in this pass
+        self._received = False  # in this pass, for lookups that have an answer or await a fill
         self._fills: AwaitedFills[Question] = AwaitedFills(dispatcher, settings.fill_timeout_ms, counters, self._answer)
         dispatcher.on_session.append(self._begin_session)
 
@@ -78,7 +78,7 @@ class Lookups:
     def next_pass(self) -> None:
         """A scheduler pass ends. Lookups that wait are sent, the oldest first."""
         self._poll_left = self._poll_seconds
-        self._full = self._looked_at_fills = False
+        self._full = self._received = False
         self._send_waiting()
 
     @property
@@ -88,7 +88,7 @@ class Lookups:
 
     def must_send(self, question: Question) -> bool:
         """True if a lookup is to be sent: none is under way, and the answer is old or void. With an open breaker the lookup is a miss."""
-        if question in self._waiting or question in self._in_flight or question in self._fills:
+        if self._is_asked(question) or question in self._fills:
             return False
         now = time.monotonic()
         if question.answer is not None and now - question.answer.at <= self._longest_age:
@@ -100,7 +100,8 @@ class Lookups:
 
     def send(self, question: Question, message: Lookup, tail_of: TailOf) -> None:
         """Send a lookup, as soon as the queue has a place. REQUIRES: `message` is of the session in use, and none is under way."""
-        question.answer = None
+        if not self._answers_at_once:
+            question.answer = None
         question.deadline = 0.0
         self._waiting[question] = message, tail_of
         if self._full:
@@ -133,7 +134,7 @@ class Lookups:
         self._full = False
         found = reply if isinstance(reply, LookupReply) else LookupReply(0)
         if question.waits_for_fills and self._fills.begin(question, message, found):
-            if self._answers_before_fills:
+            if self._answers_at_once:
                 self._answer(question, found)
             return
         number = None
@@ -165,29 +166,38 @@ class Lookups:
         """True while the daemon still reads from L2 for the lookup. A pass looks for replies once, for any number of waiting lookups."""
         if question not in self._fills:
             return False
-        if not self._looked_at_fills:
-            self._looked_at_fills = True
+        self._receive_once()
+        return question in self._fills
+
+    def _receive_once(self) -> None:
+        if not self._received:
+            self._received = True
             self._dispatcher.receive()
             self._fills.end_late()
-        return question in self._fills
 
     def answer_to(self, question: Question) -> Answer | None:
         """The answer; waits for it within what is left of this pass's time. REQUIRES: no lookup must be sent."""
-        if self.awaits_fill(question) and not self._answers_before_fills:
+        if self.awaits_fill(question) and not self._answers_at_once:
             return None
-        if question.answer is not None:
+        if question.answer is not None and not self._is_asked(question):
             return question.answer
         question.deadline = question.deadline or time.monotonic() + self._timeout_seconds
-        replied = True
+        if question.answer is not None:
+            self._receive_once()
+        replied = question.answer is None
         while replied:
             self._dispatcher.receive()
             self._try_send(question)  # the places that answers free are for the request that is scheduled now
             replied = question.answer is None and question not in self._fills and self._wait()
         if question in self._fills:  # which has a limit of its own
             return question.answer
-        if question.answer is None and (self._dispatcher.usable() is None or time.monotonic() > question.deadline):
+        unanswered = question.answer is None or self._is_asked(question)
+        if unanswered and (self._dispatcher.usable() is None or time.monotonic() > question.deadline):
             self._give_up(question)
         return question.answer
+
+    def _is_asked(self, question: Question) -> bool:
+        return question in self._waiting or question in self._in_flight
 
     def _wait(self) -> bool:
         """Wait for a reply, to any question."""

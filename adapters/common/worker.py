@@ -104,6 +104,10 @@ class WorkerHalf:
     def is_in_flight(self, copy_id: int) -> bool:
         return copy_id in self._copies
 
+    def is_queued(self, copy_id: int) -> bool:
+        """True while the copy's message waits for the engine's own work on its blocks."""
+        return self._send_queue.is_queued(copy_id)
+
     def give_up(self, copy_id: int) -> None:
         """Cancel a copy before its deadline, and count it as a timeout: the engine waits no longer."""
         if (copy := self._copies.get(copy_id)) is not None:

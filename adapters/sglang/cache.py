@@ -6,7 +6,6 @@ Owns: the halves of the link, the numbers of copies, the stores under way in ord
 from __future__ import annotations
 
 import itertools
-import time
 from collections import Counter
 from dataclasses import asdict
 
@@ -47,9 +46,10 @@ class RankCache:
         self._dispatcher.on_session.append(self._begin_session)
         self._introduction = Introduction(self._dispatcher, self._description)
         self._hits = RememberedHits(
-            Lookups(self._dispatcher, settings, self.counters, answers_before_fills=True), self._lookup_message
+            Lookups(self._dispatcher, settings, self.counters, answers_at_once=True), self._lookup_message
         )
         self._half = WorkerHalf(settings, send_queue, faults, rank, worker_link)
+        self._own_work_seconds = settings.load_wait_ms / 1000
         self._budget = Budget(settings.load_wait_ms / 1000, settings.load_share, page_tokens)
         self._epochs = WeightEpochs(names.incarnation, settings.on_prefix_reset)
         self._failed = FailedLoads()
@@ -63,6 +63,7 @@ class RankCache:
 
     def _begin_session(self, hello: HelloReply | None) -> None:
         self._failed.begin_session(self._last_copy + 1)
+        self._hits.forget_all()
 
     def _description(self) -> DescribeScheduler:
         return DescribeScheduler(**asdict(self._names), variant=self._epochs.variant, private=self._epochs.private)
@@ -93,11 +94,11 @@ class RankCache:
             self._next_copy(), request_id, self._epochs.variant, CHUNK_PAGES, _packed(keys), pack_blocks(pages),
             skip_blocks=0, tokens=len(pages) * self._page_tokens, durability=self._epochs.durability,
         )  # fmt: skip
-        began = time.monotonic()
-        end = load(self._half, spec, self._budget.seconds(len(pages)), self._faults)
+        end, seconds = load(self._half, spec, self._budget.seconds(len(pages)), self._own_work_seconds, self._faults)
         with self._faults.guarded("the end of a load"):
-            self._budget.copied(len(pages), time.monotonic() - began)  # of a load that failed: more than was copied
-            if end is not LoadEnd.LOADED:
+            if end is not LoadEnd.NOT_BEGUN:
+                self._budget.copied(len(pages), seconds)  # of a load that failed: more than was copied
+            if end < LoadEnd.NOT_BEGUN:
                 self._failed.failed(spec)
             self._collect()
         return spec.copy_id, end

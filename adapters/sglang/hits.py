@@ -4,6 +4,8 @@ SGLang asks about each waiting request in each pass, takes an answer at once, an
 "ask again later". A request's keys begin at the first page that SGLang itself has not, so they may begin further on, or further
 back, in a later pass.
 
+The time of a pass is bounded whatever the queue: few lookups are begun in one, and a request that finds no room has no hit yet.
+
 Owns: the remembered answers. Refuses to know: SGLang's transfers, and the wire (`lookups`).
 """
 
@@ -17,16 +19,19 @@ from kvserver.adapters.common.lookups import Lookups, Question
 from kvserver.protocol import MAX_CHUNKS, Lookup, LookupTail
 
 MOST_REMEMBERED = 4096  # requests; the ends of requests reach no linker
+MOST_BEGUN = 128  # lookups in a pass; the others wait for a later one
 
 
 @dataclass(eq=False)
 class _Asked:
     question: Question
     keys: list[str]  # of the pages that were looked up, as hexadecimal digits
+    seen: int = 0  # the last pass in which SGLang has asked
 
     def hit_from(self, keys: Sequence[str]) -> int | None:
         """Count the pages that the answer covers, from the first on; None if it states nothing about them."""
-        assert self.question.answer is not None
+        if self.question.answer is None:
+            return 0
         hit = self.question.answer.hit_chunks
         if keys[0] == self.keys[0]:
             return min(hit, len(keys)) if len(keys) <= len(self.keys) or hit < len(self.keys) else None
@@ -42,28 +47,49 @@ class RememberedHits:
     def __init__(self, lookups: Lookups, message: Callable[[str, bytes], Lookup]) -> None:
         self._lookups = lookups
         self._message = message
-        self._asked: OrderedDict[str, _Asked] = OrderedDict()
+        self._asked: OrderedDict[str, _Asked] = (
+            OrderedDict()
+        )  # the one that SGLang has not asked about for longest first
+        self._pass = 0
+        self._begun = 0  # lookups, in this pass
 
     def next_pass(self) -> None:
+        self._pass += 1
+        self._begun = 0
         self._lookups.next_pass()
 
     def pages(self, request_id: str, keys: Sequence[str]) -> int:
         """Count the pages that the daemon has, from the first on; 0 while that is not known."""
         keys = keys[:MAX_CHUNKS]
         asked = self._asked.get(request_id)
-        if asked is not None and asked.question.answer is not None and asked.hit_from(keys) is None:
+        if asked is not None and asked.hit_from(keys) is None:
             self.forget(request_id)
             asked = None
         if asked is None:
+            if self._begun >= MOST_BEGUN or not self._make_room():
+                return 0
             asked = self._asked[request_id] = _Asked(Question(), list(keys))
-            if len(self._asked) > MOST_REMEMBERED:
-                self.forget(next(iter(self._asked)))
+        asked.seen = self._pass
+        self._asked.move_to_end(request_id)
         question = asked.question
         if self._lookups.must_send(question):
+            if self._begun >= MOST_BEGUN:
+                return asked.hit_from(keys) or 0
+            self._begun += 1
             packed = bytes.fromhex("".join(asked.keys))
             self._lookups.send(question, self._message(request_id, packed), _no_tail)
-        answer = self._lookups.answer_to(question)
-        return 0 if answer is None else asked.hit_from(keys) or 0
+        self._lookups.answer_to(question)
+        return asked.hit_from(keys) or 0
+
+    def _make_room(self) -> bool:
+        """Forget a request that SGLang asks about no more, if there are many. False if it asks about all of them."""
+        if len(self._asked) < MOST_REMEMBERED:
+            return True
+        request_id, oldest = next(iter(self._asked.items()))
+        if oldest.seen >= self._pass - 1:
+            return False
+        self.forget(request_id)
+        return True
 
     def forget(self, request_id: str) -> None:
         if (asked := self._asked.pop(request_id, None)) is not None:

@@ -24,31 +24,55 @@ class LoadEnd(enum.IntEnum):
 
     STILL_WRITTEN = 0  # failed, and the slots must stay out of use while the copy is in flight
     FAILED = 1  # no process writes the slots
-    LOADED = 2
+    NOT_BEGUN = 2  # SGLang's own work on the slots did not end in time; no process writes them
+    LOADED = 3
 
 
-def load(half: WorkerHalf, spec: LoadSpec, seconds: float, faults: Faults) -> LoadEnd:
-    """Copy the pages. Returns after `seconds`, and what a cancel takes, at most."""
+def load(
+    half: WorkerHalf, spec: LoadSpec, seconds: float, own_work_seconds: float, faults: Faults
+) -> tuple[LoadEnd, float]:
+    """Copy the pages. Returns the end, and the seconds that the copy took.
+
+    On a GPU the copy begins when a step that still runs has ended. The wait for that is no time of the copy, and has a bound of its own:
+    `own_work_seconds`. The wait for the copy has `seconds`. A cancel takes a little longer.
+    """
+    wait = _Wait(half, spec)
     with faults.guarded("a load"):
-        if _wait(half, spec, seconds):
-            return LoadEnd.LOADED
-    return LoadEnd.STILL_WRITTEN if half.is_in_flight(spec.copy_id) else LoadEnd.FAILED
+        if wait.until(seconds, own_work_seconds):
+            return LoadEnd.LOADED, wait.seconds
+    if half.is_in_flight(spec.copy_id):
+        return LoadEnd.STILL_WRITTEN, wait.seconds
+    return LoadEnd.NOT_BEGUN if wait.never_began else LoadEnd.FAILED, wait.seconds
 
 
-def _wait(half: WorkerHalf, spec: LoadSpec, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    plan = StepPlan(loads=[spec])
-    half.load_ends.take_finished()  # of an earlier load of the same request, whose wait was over before
-    half.begin_step(spec.copy_id)
-    half.start_loads(plan)
-    half.answer_for_loads(plan)
-    given_up = False
-    while (now := time.monotonic()) < deadline + _END_SECONDS:
-        finished, failed = half.load_ends.take_finished()
-        if spec.request_id in finished:
-            return spec.request_id not in failed
-        if now >= deadline and not given_up:
-            given_up = True
-            half.give_up(spec.copy_id)
-        half.poll(idle=True)
-    return False
+class _Wait:
+    def __init__(self, half: WorkerHalf, spec: LoadSpec) -> None:
+        self._half, self._spec = half, spec
+        self._sent = time.monotonic()  # or later: it was queued until then
+        self.never_began = False  # and it was given up
+        self.seconds = 0.0  # of the copy
+
+    def until(self, seconds: float, own_work_seconds: float) -> bool:
+        """True if the pages were copied."""
+        half, spec, plan = self._half, self._spec, StepPlan(loads=[self._spec])
+        half.load_ends.take_finished()  # of an earlier load of the same request, whose wait was over before
+        half.begin_step(spec.copy_id)
+        half.start_loads(plan)
+        half.answer_for_loads(plan)
+        began, given_up = time.monotonic(), False
+        while True:
+            queued = half.is_queued(spec.copy_id)
+            finished, failed = half.load_ends.take_finished()
+            now = time.monotonic()
+            if queued and not given_up:
+                self._sent = now
+            self.seconds = now - self._sent
+            if spec.request_id in finished:
+                return spec.request_id not in failed
+            late = now - began - own_work_seconds if queued else self.seconds - seconds
+            if late >= 0 and not given_up:
+                given_up, self.never_began = True, queued
+                half.give_up(spec.copy_id)
+            if late >= _END_SECONDS:
+                return False
+            half.poll(idle=True)

@@ -25,7 +25,7 @@ class SGLangSettings(CommonSettings, frozen=True, kw_only=True):
         Meta(
             gt=0,
             le=10_000,
-            description="How long SGLang's scheduler waits for one load at most. After that the load is cancelled, and the engine computes the tokens.",
+            description="How long SGLang's scheduler waits for one load at most. After that the load is cancelled, and the engine computes the tokens. On a GPU a load begins when the step that runs has ended; for that the scheduler waits as long again at most.",
         ),
     ] = 1_000.0
     load_share: Annotated[

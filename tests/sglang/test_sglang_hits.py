@@ -37,6 +37,9 @@ class AnsweredLookups:
             question.answer = self._answer
         return question.answer
 
+    def next_pass(self) -> None:
+        return
+
     def drop_question(self, question: Question) -> None:
         self.dropped += 1
 
@@ -74,10 +77,21 @@ def test_pages_that_sglang_has_no_more_are_looked_up() -> None:
     assert len(lookups.sent) == 2
 
 
-def test_few_requests_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_that_sglang_asks_about_no_more_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hits, "MOST_REMEMBERED", 3)
     lookups = AnsweredLookups(found=6)
     found = remembered(lookups)
     for number in range(10):
-        found.pages(str(number), KEYS)
-    assert lookups.dropped == 7
+        found.next_pass()
+        assert found.pages(str(number // 2), KEYS) == 6
+    assert (len(lookups.sent), lookups.dropped) == (5, 2)
+
+
+def test_few_lookups_begin_in_one_pass_and_the_others_in_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hits, "MOST_BEGUN", 4)
+    lookups = AnsweredLookups(found=6)
+    found = remembered(lookups)
+    for begun in (4, 8, 10, 10):
+        found.next_pass()
+        assert [found.pages(str(number), KEYS) for number in range(10)] == [6] * begun + [0] * (10 - begun)
+        assert len(lookups.sent) == begun

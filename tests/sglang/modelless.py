@@ -1,0 +1,134 @@
+"""SGLang's pools, its tree and our linker against a daemon, in the test's process and without a model."""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+from support.daemon import wait_until
+
+from kvserver.adapters.sglang import KVServerLinker
+
+PAGE = 32
+# Tests compare what was found and loaded, also on a busy machine: no answer is late, and no rate bounds a load.
+EXTRA: dict[str, Any] = {
+    "kvserver.load_share": 1000.0,
+    "kvserver.lookup_poll_ms": 1000,
+    "kvserver.lookup_timeout_ms": 5000,
+    "kvserver.on_prefix_reset": "keep",
+}
+
+
+class Stage:
+    """One engine's cache. `linker`: a class, or None for SGLang's own cache alone."""
+
+    def __init__(
+        self,
+        model: str,
+        endpoint: str,
+        *,
+        tokens: int = 4096,
+        layers: int = 2,
+        heads: int = 2,
+        head: int = 16,
+        dtype: torch.dtype = torch.float32,
+        extra: dict[str, Any] | None = None,
+        linker: type | None = KVServerLinker,
+        **arguments: Any,
+    ) -> None:
+        self.arguments = ServerArgs(model_path=model, device="cpu", page_size=PAGE)
+        set_global_server_args_for_scheduler(self.arguments)
+        get_parallel().override_permanently(tp_rank=0, tp_size=1, attn_dp_rank=0, dp_rank=None)
+        self.pool = MHATokenToKVPool(
+            tokens, page_size=PAGE, dtype=dtype, layer_num=layers, device="cpu", enable_memory_saver=False,
+            head_num=heads, head_dim=head,
+        )  # fmt: skip
+        self.allocator = PagedTokenToKVPoolAllocator(
+            tokens, page_size=PAGE, dtype=dtype, device="cpu", kvcache=self.pool, need_sort=False
+        )
+        self.params = CacheInitParams(
+            disable=False,
+            req_to_token_pool=ReqToTokenPool(64, tokens, "cpu", enable_memory_saver=False),
+            token_to_kv_pool_allocator=self.allocator,
+            page_size=PAGE,
+            tree_components=(ComponentType.FULL,),
+        )
+        self.tree = UnifiedRadixCache(self.params)
+        self.linker: Any = None
+        self.written = torch.empty(0)  # KV that a test compares
+        self._ids = itertools.count()
+        if linker is not None:
+            self.linker = linker(
+                self.arguments,
+                self.params,
+                components=set(self.tree.components),
+                extra_config={"kvserver.endpoint": endpoint, **EXTRA, **(extra or {})},
+                **arguments,
+            )
+            self.tree.init_cache_linker(self.linker)
+
+    def forget(self) -> None:
+        """As SGLang's flush, and zero all KV."""
+        self.tree.reset()
+        self.allocator.clear()
+        self.next_pass()
+        for tensor in (*self.pool.k_buffer, *self.pool.v_buffer):
+            tensor.zero_()
+
+    def close(self) -> None:
+        if self.linker is not None:
+            self.linker.close()
+
+    def next_pass(self) -> None:
+        self.tree.check_hicache_events()
+
+    def wait_for_stores(self) -> None:
+        wait_until(lambda: self.next_pass() or not self.tree.linker.pending_offloads, 20, "the ends of stores")
+
+    # ---- what a scheduler does with a request -------------------------------------------------
+
+    def request(self, tokens: Sequence[int], rid: str = "") -> Any:
+        """What the tree reads of SGLang's request."""
+        return SimpleNamespace(
+            rid=rid or f"r{next(self._ids)}", key=RadixKey(array("q", tokens)), last_node=None, kv=None, prefix_len=0,
+            swa_branching_seqlen=None, session=None, host_hit_length=0,
+        )  # fmt: skip
+
+    def match(self, request: Any) -> Any:
+        """What SGLang has of the request's prompt, and the linker."""
+        found = self.tree.match_prefix(MatchPrefixParams(key=request.key, req=request))
+        request.last_node, request.prefix_len = found.last_device_node, found.device_prefix_len
+        return found
+
+    def hit(self, request: Any) -> int:
+        return int(self.match(request).host_hit_length)
+
+    def compute(self, tokens: Sequence[int], seed: int = 0) -> torch.Tensor:
+        """Write KV, and insert it into the tree, which stores it. Returns its slots."""
+        slots = self.allocator.alloc(len(tokens))
+        source = torch.Generator().manual_seed(seed)
+        for tensor in (*self.pool.k_buffer, *self.pool.v_buffer):
+            tensor[slots] = torch.randn(len(tokens), *tensor.shape[1:], generator=source).to(tensor.dtype)
+        self.tree.insert(InsertParams(key=RadixKey(array("q", tokens)), value=slots))
+        return slots
+
+    def load(self, request: Any) -> torch.Tensor:
+        """Load the hit that was found for the request. Returns its slots, none if it was refused."""
+        self.tree.linker.load_back(request)
+        return self.tree.linker.private_load_indices.pop(request.rid, torch.empty(0, dtype=torch.int64))
+
+    def kv(self, slots: torch.Tensor) -> torch.Tensor:
+        return torch.stack([tensor[slots].flatten(1) for tensor in (*self.pool.k_buffer, *self.pool.v_buffer)])
