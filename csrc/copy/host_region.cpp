@@ -16,6 +16,7 @@ namespace kvserver {
 
 namespace {
 
+constexpr int kPopulateWrite = 23;    // MADV_POPULATE_WRITE; older headers lack it
 constexpr unsigned kMaxNodes = 1024;  // the kernel knows no more
 constexpr unsigned kWordBits = 8 * sizeof(unsigned long);
 using NodeMask = std::array<unsigned long, kMaxNodes / kWordBits>;
@@ -73,6 +74,10 @@ HostRegion::HostRegion(uint64_t size, const Placement& placement, int fd)
 }
 
 HostRegion::~HostRegion() { munmap(data_, mapped_bytes_); }
+
+bool HostRegion::populate(uint64_t offset, uint64_t bytes) {
+    return madvise(data_ + offset, bytes, kPopulateWrite) == 0;
+}
 
 NumaPolicy numa_policy_at(const void* address) {
     int mode = 0;

@@ -42,6 +42,12 @@ class HostRegion : public std::enable_shared_from_this<HostRegion> {
     uint64_t size() const { return size_; }
     const std::string& numa_error() const { return numa_error_; }
 
+    // Make the memory of these bytes, and map it. Only a touch gets the huge pages that a file
+    // system has on advice: memory that was reserved by the file's descriptor is of small ones.
+    // False where the kernel cannot (before Linux 5.14), or has no memory; some of them may have
+    // memory then. REQUIRES: they are within the region.
+    bool populate(uint64_t offset, uint64_t bytes);
+
     // The first `pinned_bytes` bytes are pinned for GPUs, in registrations of kPinBytes; no copy
     // may span two of them. Only a Pinner changes it.
     static constexpr uint64_t kPinBytes = 256ull << 20;

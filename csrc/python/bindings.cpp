@@ -180,6 +180,15 @@ NB_MODULE(_native, m) {
             "address",
             [](const HostRegion& region) { return reinterpret_cast<uintptr_t>(region.data()); },
             "For benchmarks, which look at its bytes.")
+        .def(
+            "populate",
+            [](HostRegion& region, uint64_t offset, uint64_t bytes) {
+                if (offset > region.size() || bytes > region.size() - offset)
+                    throw std::invalid_argument("bytes beyond L1");
+                nb::gil_scoped_release released;
+                return region.populate(offset, bytes);
+            },
+            "offset"_a, "bytes"_a, "Make the memory of these bytes; `host_region.h` is the manual.")
         .def_prop_ro("pinned_bytes",
                      [](const HostRegion& region) { return region.pinned_bytes.load(); })
         .def_prop_ro("numa_error", &HostRegion::numa_error)

@@ -61,6 +61,10 @@ void KeyTable::find(const char* keys, size_t count, void** values) const {
 }
 
 void KeyTable::add(const Entry& entry) {
+    if (!add_absent(entry)) throw std::invalid_argument("the key is in the table");
+}
+
+bool KeyTable::add_absent(const Entry& entry) {
     const auto address = reinterpret_cast<uintptr_t>(entry.key);
     if ((address & kTag) != 0) throw std::invalid_argument("a key that is not at a multiple of 16");
     if (parts_.empty()) parts_.resize(kParts);
@@ -70,10 +74,11 @@ void KeyTable::add(const Entry& entry) {
         rebuild(part, part.lines.size() + std::max<size_t>(1, part.lines.size() / 4));
     }
     Slot& slot = part.slot(find(part, entry.key, where));
-    if (slot.key != 0) throw std::invalid_argument("the key is in the table");
+    if (slot.key != 0) return false;
     slot = {address | tag(where), entry.value};
     ++part.used;
     ++size_;
+    return true;
 }
 
 KeyTable::Entry KeyTable::remove(const char* key) {

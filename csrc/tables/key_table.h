@@ -33,6 +33,7 @@ class KeyTable {
 
     // Throws std::invalid_argument if the key is not at a multiple of 16, or is in the table.
     void add(const Entry& entry);
+    bool add_absent(const Entry& entry);  // false, and nothing is added, if the key is in the table
     Entry remove(const char* key);
     Entry pop();  // any entry
 

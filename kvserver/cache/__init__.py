@@ -4,7 +4,7 @@ from kvserver.cache.cache import Cache
 from kvserver.cache.chunk import Chunk, Namespace
 from kvserver.cache.eviction import POLICIES
 from kvserver.cache.groups import WHOLE_CHUNKS, GroupObjects, Groups, one_group
-from kvserver.cache.index import Index, split_keys
+from kvserver.cache.index import ChunkRows, Index, split_keys
 from kvserver.cache.misses import LookupOutcome, MissReason, counted_in_l2, filled_to
 from kvserver.cache.namespace import (
     SLOT_FORMAT,

@@ -136,7 +136,7 @@ class Chunk:
         return slots
 
     def set_slots(self, slots: bytes, done: int, ready: int) -> None:
-        """All slots at once, as `slot_ends` and `joined_slots` had them. REQUIRES: it has none."""
+        """All slots at once, their ends first. REQUIRES: it has none."""
         self._slots, self.done, self.ready = slots, done, ready
 
     def remove_slots(self) -> bytes:

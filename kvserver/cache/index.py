@@ -7,14 +7,24 @@ One thread uses it.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import islice
+from typing import NamedTuple
 
 from kvserver.cache.chunk import Chunk, ModelUse, Namespace
 from kvserver.cache.groups import Groups
 from kvserver.protocol import KEY_BYTES, OTHER, bounded
 
 _KEY = struct.Struct(f"{KEY_BYTES}s")
+
+
+class ChunkRows(NamedTuple):
+    """Columns of chunks of one namespace, as pack_chunks() makes them."""
+
+    keys: bytes
+    ends: bytes  # `Chunk.slot_ends`
+    counts: bytes  # u32: extents of each
+    extents: bytes
 
 
 def split_keys(keys: bytes) -> Iterator[tuple[bytes]]:
@@ -64,14 +74,18 @@ class Index:
         self._count(namespace, 1)
         return chunk
 
-    def add_chunks(self, namespace: Namespace, keys: Sequence[bytes]) -> list[Chunk]:
-        """Add several chunks, as add_chunk() adds one. REQUIRES: there are some."""
-        self._namespaces[namespace.id] = namespace
-        made = [self._make_chunk(namespace, key) for key in keys]
-        for key, chunk in zip(keys, made, strict=True):
-            namespace.chunks.add(key, chunk)
-        self._count(namespace, len(keys))
-        return made
+    def add_rows(
+        self, namespace: Namespace, wanted: bytes, rows: ChunkRows, done: int, ready: int
+    ) -> list[Chunk | None]:
+        """Add the chunks of the wanted rows whose key is absent, as add_chunk() adds one; None for the other rows."""
+        prototype = self._make_chunk(namespace, b"")
+        prototype.set_slots(b"", done, ready)
+        added = namespace.chunks.add_copies(prototype, wanted, *rows)
+        count = len(added) - added.count(None)
+        if count:
+            self._namespaces[namespace.id] = namespace
+            self._count(namespace, count)
+        return added
 
     def detach_chunk(self, chunk: Chunk) -> None:
         """Detach one chunk. REQUIRES: not detached."""

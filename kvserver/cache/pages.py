@@ -17,6 +17,7 @@ memory is not reserved yet.
 from __future__ import annotations
 
 import struct
+from array import array
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator
@@ -55,7 +56,8 @@ def extents(slot: bytes) -> Iterator[tuple[int, int]]:
 
 
 def page_count(slot: bytes) -> int:
-    return sum(count for _, count in extents(slot))
+    """Pages of a slot, or of several joined."""
+    return sum(array("I", slot)[1::2])
 
 
 class PagePool:

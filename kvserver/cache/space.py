@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from kvserver.cache.chunk import Chunk, ModelUse, Namespace
 from kvserver.cache.eviction import EvictionPolicy
-from kvserver.cache.index import Index
+from kvserver.cache.index import ChunkRows, Index
 from kvserver.cache.leases import Leases
 from kvserver.cache.misses import EvictedKeys
 from kvserver.cache.pages import PagePool, page_count
@@ -78,19 +78,20 @@ class Space:
         return [([c for c in chunks if c.ready and c.namespace in durable], protected) for chunks, protected in order]
 
     def adopt_chunks(
-        self, namespace: Namespace, keys: Sequence[bytes], slots: Sequence[bytes], ready: int, protected: bool
-    ) -> list[Chunk]:
-        """Chunks of an earlier daemon, in withheld pages: make each the oldest, in this order. REQUIRES: the namespace has none of the keys.
+        self, namespace: Namespace, wanted: bytes, rows: ChunkRows, ready: int, protected: bool
+    ) -> list[Chunk | None]:
+        """Chunks of an earlier daemon, in withheld pages: make each wanted one whose key is absent the oldest, in this order.
 
-        `slots`: of each chunk its `slot_ends` and `joined_slots`.
+        None for the other rows.
         """
-        chunks = self.index.add_chunks(namespace, keys)
         done = sum(mask for group, mask in enumerate(namespace.groups.masks) if ready >> group & 1)
-        for chunk, of_chunk in zip(chunks, slots, strict=True):
-            chunk.set_slots(of_chunk, done, ready)
-        namespace.model.pages += self.pool.use_withheld(b"".join([chunk.joined_slots for chunk in chunks]))
+        added = self.index.add_rows(namespace, wanted, rows, done, ready)
+        chunks = [chunk for chunk in added if chunk is not None]
+        whole = len(chunks) == len(added)
+        slots = rows.extents if whole else b"".join([chunk.joined_slots for chunk in chunks])
+        namespace.model.pages += self.pool.use_withheld(slots)
         self.policy.append(chunks, protected)
-        return chunks
+        return added
 
     @property
     def has_garbage(self) -> bool:

@@ -18,13 +18,13 @@ import weakref
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from itertools import accumulate, compress, groupby, pairwise
+from itertools import accumulate, groupby
 
 from kvserver._native import HostRegion, digest_objects
-from kvserver.cache import Cache, Chunk, Groups, chunks_of, extents, page_count, split_keys
+from kvserver.cache import Cache, Chunk, ChunkRows, Groups, chunks_of, extents, page_count
 from kvserver.events import Bus, ChunksStored
 from kvserver.protocol import KEY_BYTES
-from kvserver.restart.keeping import digest_threads
+from kvserver.restart.keeping import verifying_threads
 from kvserver.restart.state import DIGEST_BYTES, EXTENT_BYTES, PROTECTED, State
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,16 @@ log = logging.getLogger(__name__)
 SLICE = 512  # chunks that one turn adopts
 _PUBLISHED_AT_ONCE = 16  # runs of chunks
 _BATCH_CHUNKS = 8192  # verified in one native call, and
-_BATCH_BYTES = 256 << 20  # of their pages, but for a single larger chunk
+_BATCH_BYTES = 256 << 20  # of their pages, in the mean
+
+
+def _offsets(sizes: bytes, unit: int = 1) -> Sequence[int]:
+    """The offset of each row, and the end: rows have these sizes, u32, in units of so many bytes."""
+    count = len(sizes) // 4
+    if count and sizes == sizes[:4] * count:  # nearly always: no array for each row
+        size = unit * array("I", sizes[:4])[0]
+        return range(0, size * count + 1, size) if size else bytes(count + 1)
+    return array("Q", accumulate((unit * size for size in array("I", sizes)), initial=0))
 
 
 class Adoption:
@@ -43,9 +52,14 @@ class Adoption:
         self._groups = [Groups(of.groups, of.ranks, of.chunk_tokens, tails=of.tails) for of in state.namespaces]
         self._cleared = [False] * len(state.namespaces)
         self._places, self._ready = array("I", state.places), array("I", state.ready)
-        self._firsts = array("Q", accumulate(array("I", state.counts), initial=0))  # extents before each chunk
+        self._firsts = _offsets(state.counts, EXTENT_BYTES)  # of each chunk in `extents`
         end_bytes = [of.end_bytes for of in state.namespaces]
-        self._ends = array("Q", accumulate((end_bytes[place] for place in self._places), initial=0))
+        sizes = (
+            array("I", map(end_bytes.__getitem__, self._places)).tobytes()
+            if any(end_bytes)
+            else bytes(4 * state.chunks)
+        )
+        self._ends = _offsets(sizes)  # of each chunk in `ends`
         self._next = 0  # the first row that is neither adopted nor dropped
         self._verified = 0  # rows before it have a digest in `_found`
         self._found = bytearray()
@@ -66,17 +80,14 @@ class Adoption:
     # ---- the thread ---------------------------------------------------------------------------
 
     def _verify(self) -> None:
-        first, count = 0, self._state.chunks
-        counts = array("I", self._state.counts)
-        page_bytes = self._cache.pool.page_bytes
+        first, count, page_bytes = 0, self._state.chunks, self._cache.pool.page_bytes
+        used_bytes = page_count(self._state.extents) * page_bytes
+        at_once = max(1, min(_BATCH_CHUNKS, _BATCH_BYTES * count // used_bytes))
         while first < count and not self._stopping.is_set():
-            last, left = first, _BATCH_BYTES
-            while last < count and last - first < _BATCH_CHUNKS and left > 0:
-                left -= page_count(self._extents(last, last + 1)) * page_bytes
-                last += 1
+            last = min(first + at_once, count)
             try:
                 digests = digest_objects(
-                    self._region, page_bytes, counts[first:last].tobytes(), self._extents(first, last), digest_threads()
+                    self._region, page_bytes, self._counts(first, last), self._extents(first, last), verifying_threads()
                 )
             except Exception:
                 log.exception("internal error while chunks of L1 were verified; they are dropped")
@@ -86,7 +97,10 @@ class Adoption:
             first = last
 
     def _extents(self, first: int, last: int) -> bytes:
-        return self._state.extents[EXTENT_BYTES * self._firsts[first] : EXTENT_BYTES * self._firsts[last]]
+        return self._state.extents[self._firsts[first] : self._firsts[last]]
+
+    def _counts(self, first: int, last: int) -> bytes:
+        return self._state.counts[4 * first : 4 * last]
 
     # ---- the loop -----------------------------------------------------------------------------
 
@@ -142,18 +156,17 @@ class Adoption:
         rows = zip(self._places[first:last], self._ready[first:last], self._state.flags[first:last], strict=True)
         end = first
         for (place, ready, flags), run in groupby(rows):
-            begin, end = end, end + sum(1 for _ in run)
+            begin, end = end, end + len(list(run))
             whole = self._whole(found[DIGEST_BYTES * (begin - first) : DIGEST_BYTES * (end - first)], begin, end)
-            if self._cleared[place] or not any(whole):
-                adopted = bytes(end - begin)
-            else:
-                adopted = self._adopt_run(place, ready, bool(flags & PROTECTED), begin, end, whole)
-            self.adopted += sum(adopted)
+            added: Sequence[Chunk | None] = [None] * (end - begin)
+            if not self._cleared[place] and any(whole):
+                added = self._adopt_run(place, ready, bool(flags & PROTECTED), begin, end, whole)
+            dropped = added.count(None)
+            self.adopted += len(added) - dropped
             self.damaged += whole.count(0)
-            if not all(adopted):
-                for row, kept in enumerate(adopted, begin):
-                    for extent in extents(self._extents(row, row + 1)) if not kept else ():
-                        self._cache.pool.release_pages(*extent)
+            for row, chunk in enumerate(added, begin) if dropped else ():
+                for extent in extents(self._extents(row, row + 1)) if chunk is None else ():
+                    self._cache.pool.release_pages(*extent)
 
     def _whole(self, found: bytes, begin: int, end: int) -> bytes:
         """1 for each of these rows whose digest, of those found, is the state's."""
@@ -163,26 +176,25 @@ class Adoption:
         parts = range(0, len(found), DIGEST_BYTES)
         return bytes(found[part : part + DIGEST_BYTES] == digests[part : part + DIGEST_BYTES] for part in parts)
 
-    def _adopt_run(self, place: int, ready: int, protected: bool, begin: int, end: int, whole: bytes) -> bytes:
-        """Adopt neighbours in the order that are of one namespace and have the same objects; returns 1 for each that was adopted."""
+    def _adopt_run(
+        self, place: int, ready: int, protected: bool, begin: int, end: int, whole: bytes
+    ) -> list[Chunk | None]:
+        """Adopt neighbours in the order that are of one namespace and have the same objects; None for each that was not adopted."""
         state, index = self._state, self._cache.index
         of = state.namespaces[place]
         namespace = index.find_or_make_namespace(of.id, self._groups[place], of.model_name)
-        raw = state.keys[KEY_BYTES * begin : KEY_BYTES * end]
-        adopted = bytes(there is None and ok for there, ok in zip(namespace.chunks.find(raw), whole, strict=True))
-        if not any(adopted):
-            return adopted
-        keys = [key for (key,) in split_keys(raw)]
-        slots = [state.extents[EXTENT_BYTES * i : EXTENT_BYTES * j] for i, j in pairwise(self._firsts[begin : end + 1])]
-        if of.end_bytes:
-            ends = pairwise(self._ends[begin : end + 1])
-            slots = [state.ends[i:j] + slot for (i, j), slot in zip(ends, slots, strict=True)]
-        if not all(adopted):
-            keys, slots = list(compress(keys, adopted)), list(compress(slots, adopted))
-        namespace.durable = True
-        chunks = self._cache.adopt_chunks(namespace, keys, slots, ready, protected)
-        self._unpublished.append((place, ready, chunks))
-        return adopted
+        rows = ChunkRows(
+            state.keys[KEY_BYTES * begin : KEY_BYTES * end],
+            state.ends[self._ends[begin] : self._ends[end]],
+            self._counts(begin, end),
+            self._extents(begin, end),
+        )
+        added = self._cache.adopt_chunks(namespace, whole, rows, ready, protected)
+        chunks = [chunk for chunk in added if chunk is not None]
+        if chunks:
+            namespace.durable = True
+            self._unpublished.append((place, ready, chunks))
+        return added
 
     def _publish_some(self) -> bool:
         """Publish a few runs of chunks, if the bus has room; True while there are more and it has."""

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import os
 import time
-from array import array
 from collections.abc import Iterable
 
 from kvserver import __version__
-from kvserver._native import HostRegion, digest_objects
+from kvserver._native import HostRegion, digest_objects, pack_chunks
 from kvserver.cache import Cache, Chunk, Namespace
-from kvserver.restart.state import DIGEST_BYTES, EXTENT_BYTES, PROTECTED, KeptNamespace, State
+from kvserver.restart.state import DIGEST_BYTES, PROTECTED, KeptNamespace, State
 
 _DIGEST_SECONDS = 10.0
 _NO_DIGEST = bytes(DIGEST_BYTES)
@@ -26,29 +25,34 @@ def digest_threads() -> int:
     return min(16, len(os.sched_getaffinity(0)))
 
 
+def verifying_threads() -> int:
+    """One fewer: the loop needs a core."""
+    return max(1, digest_threads() - 1)
+
+
 def make_state(cache: Cache, region: HostRegion, inode: int) -> State:
     """The state of all kept chunks. REQUIRES: nothing copies to or from L1 any more, and the cache is not used afterwards."""
     order = cache.kept_by_a_restart()
     chunks = [chunk for of_order, _ in order for chunk in of_order]
-    place_of = {namespace: place for place, namespace in enumerate({chunk.namespace for chunk in chunks})}
-    _drop_incomplete(chunks, place_of)
-    slots = [chunk.joined_slots for chunk in chunks]
-    counts, joined = array("I", [len(slot) // EXTENT_BYTES for slot in slots]).tobytes(), b"".join(slots)
-    deadline_ns = time.monotonic_ns() + int(_DIGEST_SECONDS * 1e9)
-    digests = digest_objects(region, cache.pool.page_bytes, counts, joined, digest_threads(), deadline_ns)
+    namespaces = list({chunk.namespace for chunk in chunks})
+    _drop_incomplete(chunks, namespaces)
     names = {use: name for name, use in cache.index.models.items()}
+    kept = [_kept(namespace, names[namespace.model]) for namespace in namespaces]
+    places, ready, keys, ends, counts, extents = pack_chunks(chunks, namespaces, [of.end_bytes for of in kept])
+    deadline_ns = time.monotonic_ns() + int(_DIGEST_SECONDS * 1e9)
+    digests = digest_objects(region, cache.pool.page_bytes, counts, extents, digest_threads(), deadline_ns)
     state = State(
         version=__version__,
         page_bytes=cache.pool.page_bytes,
         inode=inode,
-        namespaces=[_kept(namespace, names[namespace.model]) for namespace in place_of],
-        places=array("I", [place_of[chunk.namespace] for chunk in chunks]).tobytes(),
+        namespaces=kept,
+        places=places,
         flags=b"".join([bytes([PROTECTED * protected]) * len(of_order) for of_order, protected in order]),
-        ready=array("I", [chunk.ready for chunk in chunks]).tobytes(),
-        keys=b"".join([chunk.key for chunk in chunks]),
-        ends=b"".join([chunk.slot_ends for chunk in chunks]),
+        ready=ready,
+        keys=keys,
+        ends=ends,
         counts=counts,
-        extents=joined,
+        extents=extents,
         digests=digests,
     )
     return state.part(0, _digested(digests))

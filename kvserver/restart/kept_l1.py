@@ -31,6 +31,8 @@ from kvserver.restart.state import State, StateError, decode, encode
 
 log = logging.getLogger(__name__)
 
+_TOUCHED_AT_ONCE = 256 << 20  # what L1File reserves at once
+
 
 class KeptL1(Protocol):
     """REQUIRES: the loop's thread uses it, or the main thread while there is no loop."""
@@ -147,7 +149,7 @@ class RestartableL1:
         if not self._state.chunks:
             log.info("L1 begins empty: %s", self._why_empty or "no chunk was left that can be used")
         try:
-            more = self._file.reserved_bytes < self._region.size and self._file.reserve_more()
+            more = self._file.reserved_bytes < self._region.size and self._reserve_more()
         except OSError as error:
             raise ConfigError(f"--l1-file {self._file.path}: no memory: {error.strerror}") from None
         self._release_reserved()
@@ -166,7 +168,7 @@ class RestartableL1:
     def _reserve(self) -> None:
         try:
             began = time.monotonic()
-            while not self._stopping and self._file.reserve_more():
+            while not self._stopping and self._reserve_more():
                 os.eventfd_write(self._reserved_fd, 1)
             if not self._stopping:
                 log.info("L1 has all its memory, after %.2f s", time.monotonic() - began)
@@ -176,6 +178,12 @@ class RestartableL1:
                 error.strerror, self._file.path,
             )  # fmt: skip
         os.eventfd_write(self._reserved_fd, 1)
+
+    def _reserve_more(self) -> bool:
+        """As of L1File. First by a touch, which alone gets the huge pages that a tmpfs has on advice; where it fails, reserving states why."""
+        first = self._file.reserved_bytes
+        self._region.populate(first, min(_TOUCHED_AT_ONCE, self._region.size - first))
+        return self._file.reserve_more()
 
     def _release_reserved(self) -> None:
         reserved = self._file.reserved_bytes // self.pool.page_bytes

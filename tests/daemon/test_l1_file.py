@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import tempfile
@@ -184,6 +185,30 @@ def test_memory_that_stays_is_named_by_the_last_line_and_by_doctor(kept: Daemon,
     (text,) = [row["text"] for row in found if row["check"] == "L1 file"]
     assert f"{path} has 64 MiB of memory" in text
     assert f"rm {path} {state_of(path)} frees it" in text
+
+
+@pytest.fixture
+def huge_folder(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs that has huge pages on advice."""
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "huge=advise,size=64m,mode=700", "kvs", str(tmp_path)], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip("this user may not mount a tmpfs with huge pages")
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def test_tmpfs_that_has_huge_pages_on_advice_gives_them_to_l1(make_daemon: Make, huge_folder: Path) -> None:
+    daemon = make_daemon(l1_file=huge_folder / "l1", l1_size="32MiB")
+    assert daemon.process is not None
+    maps = Path(f"/proc/{daemon.process.pid}/smaps").read_text()
+    mapped = re.search(rf" {huge_folder}/l1\n.*?ShmemPmdMapped: +(\d+) kB", maps, re.DOTALL)
+    assert mapped
+    assert int(mapped[1]) >= 16 << 10
+    prompt = store_prompt(daemon)
+    restart(daemon)
+    assert hits(daemon, prompt) == 3
 
 
 # ---- dropped ------------------------------------------------------------------------------------

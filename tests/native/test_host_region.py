@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 from pathlib import Path
 
@@ -59,6 +60,19 @@ class TestPages:
     def test_huge_pages_that_are_not_reserved_are_refused_when_mapped(self) -> None:
         with pytest.raises(RuntimeError, match=r"in huge pages: "):
             HostRegion(free_huge_bytes(HUGE) + HUGE, huge_page_bytes=HUGE)
+
+    def test_populated_bytes_of_a_file_have_memory_and_others_have_none(self) -> None:
+        fd = os.memfd_create("l1")
+        os.ftruncate(fd, 8 * MiB)
+        region = HostRegion(8 * MiB, transparent=False, fd=fd)
+        assert region.populate(4096, 2 * MiB)
+        assert os.fstat(fd).st_blocks * 512 == 2 * MiB
+        assert os.pread(fd, 3 * MiB, 0) == bytes(3 * MiB)
+        with pytest.raises(ValueError, match="beyond L1"):
+            region.populate(6 * MiB, 2 * MiB + 1)
+        os.ftruncate(fd, 4 * MiB)
+        assert not region.populate(0, 8 * MiB), "no memory, and no signal"
+        os.close(fd)
 
     @pytest.mark.parametrize("page_bytes", [1, 3, 4096 + 1, 3 * MiB, (1 << 64) - 1])
     def test_impossible_huge_page_size_is_refused(self, page_bytes: int) -> None:

@@ -147,7 +147,7 @@ class Shelf(RuleBasedStateMachine):
     def adopt(self, count: int, protected: bool) -> None:
         """New chunks that are older than all others."""
         namespace = self.index.find_or_make_namespace(b"n", one_group(1))
-        chunks = self.index.add_chunks(namespace, [next(self.keys).to_bytes(32, "big") for _ in range(count)])
+        chunks = [self.index.add_chunk(namespace, next(self.keys).to_bytes(32, "big")) for _ in range(count)]
         for chunk in chunks:
             chunk.ready = True
         self.chunks += chunks
