@@ -70,7 +70,7 @@ class Parts:
         copies = Copies(cache.pool, self.tickets, instances, bus, clock)
         self.storage = storage = make_storage(tiers, cache, bus, settings.lease_seconds, clock)
         lookups = L1Lookups(cache, devices, instances, settings.lease_seconds, storage, self.serving, bus, clock)
-        self.stores = Stores(cache, copies, bus, storage, self.serving, kept_l1.keeps)
+        self.stores = Stores(cache, copies, bus, storage, self.serving)
         loads = Loads(cache, copies, bus, storage, self.serving)
         self.workers = Workers(
             settings, cache, devices, self.tickets, instances, lifelines, storage.instance_ended, bus, clock

@@ -20,6 +20,7 @@ from array import array
 from kvserver._native import KeyTable
 from kvserver.cache.groups import Groups
 from kvserver.cache.pages import page_count
+from kvserver.protocol import Durability
 
 
 class ModelUse:
@@ -39,7 +40,7 @@ class ModelUse:
 class Namespace:
     """Chunks that one set of engines may share. Setting `cleared` detaches all of them at once."""
 
-    __slots__ = ("_left", "chunks", "cleared", "durable", "groups", "id", "model")
+    __slots__ = ("_left", "chunks", "cleared", "durability", "groups", "id", "model")
 
     def __init__(self, id: bytes, groups: Groups, model: ModelUse) -> None:
         self.id = id
@@ -47,7 +48,9 @@ class Namespace:
         self.model = model
         self.chunks: KeyTable[Chunk] = KeyTable(secrets.randbits(64))  # by key
         self.cleared = False
-        self.durable = False  # a later start of an engine can find it, so a restart of the daemon may keep it
+        self.durability = (
+            Durability.PROCESS
+        )  # who can find it later: unless PROCESS, a restart of the daemon may keep it
         self._left: Namespace | None = None
 
     @property

@@ -20,6 +20,7 @@ from kvserver.cache.misses import EvictedKeys
 from kvserver.cache.pages import PagePool, page_count
 from kvserver.cache.shares import Shares
 from kvserver.cache.store_plan import StorePlan
+from kvserver.protocol import Durability
 
 SLICE = 256  # chunks that one step() frees or unleases
 _EVICTION_STEPS = 3  # steps of one eviction, beside the step of looking at the chunk
@@ -67,13 +68,13 @@ class Space:
         return cleared
 
     def kept_by_a_restart(self) -> list[tuple[list[Chunk], bool]]:
-        """READY chunks of durable namespaces, the next to evict last; True: the policy protects these.
+        """READY chunks of namespaces that a later start of an engine can find, the next to evict last; True: the policy protects these.
 
         Deferred work is done first. REQUIRES: nothing is filled or read.
         """
         while self.step(sys.maxsize):
             pass
-        durable = {namespace for namespace in self.index.namespaces() if namespace.durable}
+        durable = {each for each in self.index.namespaces() if each.durability is not Durability.PROCESS}
         order = [*self.policy.youngest_first(), (self._shares.spared(), False)]
         return [([c for c in chunks if c.ready and c.namespace in durable], protected) for chunks, protected in order]
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from kvserver.cache.chunk import Chunk, Namespace
 from kvserver.cache.groups import Groups
+from kvserver.protocol import Durability
 
 
 @dataclass(slots=True)
@@ -40,4 +41,4 @@ class StorePlan:
     skipped: int = 0  # objects that were resident, or that another store fills
     no_space: int = 0  # objects that found no space in L1
     after: tuple[bytes, bytes] | None = None  # of a tail: (namespace id, key) of the chunk before it
-    durable: bool = False  # a later start of an engine can find what is stored
+    durability: Durability = Durability.PROCESS  # who can find later what is stored

@@ -14,7 +14,7 @@ from kvserver.cache.index import split_keys
 from kvserver.cache.pages import page_count
 from kvserver.cache.space import Space
 from kvserver.cache.store_plan import StorePlan
-from kvserver.protocol import KEY_BYTES, ErrorCode, KVServerError
+from kvserver.protocol import KEY_BYTES, Durability, ErrorCode, KVServerError
 
 _FIRST_SLOT = range(1)
 
@@ -38,7 +38,7 @@ class StorePlans:
         steps: int = sys.maxsize,
         model_name: str = "",
         after: tuple[bytes, bytes] | None = None,
-        durable: bool = False,
+        durability: Durability = Durability.PROCESS,
     ) -> StorePlan:
         """Allocate slots for the objects of `group` of which none of these slots is there yet, and pin their chunks.
 
@@ -63,7 +63,7 @@ class StorePlans:
         fitting = len(range(places.start, min(places.stop, room), places.step))
         plan = StorePlan(
             group, slots, groups, namespace_id, model_name, keys[: fitting * KEY_BYTES], pages,
-            complete=False, after=after, durable=durable,
+            complete=False, after=after, durability=durability,
         )  # fmt: skip
         plan.no_space = count - fitting
         plan.found = [chunk for chunk in self._space.index.find_chunks(namespace_id, plan.keys) if chunk is not None]
@@ -78,7 +78,8 @@ class StorePlans:
         """
         plan.steps = steps
         namespace = self._space.index.find_or_make_namespace(plan.namespace_id, plan.groups, plan.model_name)
-        namespace.durable = plan.durable and (namespace.durable or not namespace.chunks)
+        # An engine may become private while a store of its shared namespace is on the way: what is there keeps its durability.
+        namespace.durability = max(namespace.durability, plan.durability)
         first = len(plan.prefix)
         for position, (key,) in enumerate(split_keys(plan.keys[first * KEY_BYTES :]), first):
             if plan.steps <= 0:

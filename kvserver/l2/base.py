@@ -160,6 +160,14 @@ class StorageTier(Protocol):
         """
         ...
 
+    def generation(self, namespace: bytes) -> int | None:
+        """Number that every clear of the namespace changes, by whichever daemon; None: it is not known yet. In memory only."""
+        ...
+
+    def learn_generations(self, namespaces: Sequence[bytes]) -> None:
+        """Begin to find out generations, without a ticket: generation() knows them later, if the tier answers."""
+        ...
+
     def cancel(self, ticket: int) -> None:
         """End the ticket soon. An unknown one has ended."""
         ...

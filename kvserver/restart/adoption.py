@@ -145,12 +145,18 @@ class Adoption:
         for place, namespace in enumerate(self._state.namespaces):
             self._cleared[place] |= namespace.id.startswith(prefix)
 
+    def drop(self, place: int) -> None:
+        """Adopt no chunk of the namespace at this place of the state."""
+        self._cleared[place] = True
+
     def stop(self) -> State | None:
-        """End it; the rows that were not reached, or None."""
+        """End it; the rows that were not reached, but for those of namespaces that were cleared. None if there are none."""
         self._stopping.set()
         if self._thread is not None:
             self._thread.join()
-        return None if self.done or any(self._cleared) else self._state.part(self._next, self._state.chunks)
+        if self.done:
+            return None
+        return self._state.part(self._next, self._state.chunks).in_namespaces([not each for each in self._cleared])
 
     def _adopt(self, first: int, last: int, found: bytes) -> None:
         rows = zip(self._places[first:last], self._ready[first:last], self._state.flags[first:last], strict=True)
@@ -192,7 +198,7 @@ class Adoption:
         added = self._cache.adopt_chunks(namespace, whole, rows, ready, protected)
         chunks = [chunk for chunk in added if chunk is not None]
         if chunks:
-            namespace.durable = True
+            namespace.durability = max(namespace.durability, of.durability)
             self._unpublished.append((place, ready, chunks))
         return added
 

@@ -69,7 +69,9 @@ def _drop_incomplete(chunks: Iterable[Chunk], namespaces: Iterable[Namespace]) -
 
 def _kept(namespace: Namespace, model_name: str) -> KeptNamespace:
     groups = namespace.groups
-    return KeptNamespace(namespace.id, model_name, groups.made_of, groups.ranks, groups.chunk_tokens, groups.tails)
+    return KeptNamespace(
+        namespace.id, model_name, groups.made_of, groups.ranks, groups.chunk_tokens, groups.tails, namespace.durability
+    )
 
 
 def _digested(digests: bytes) -> int:

@@ -14,6 +14,7 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
@@ -27,7 +28,9 @@ from kvserver.protocol import ConfigError, chunk_tokens_for
 from kvserver.restart.adoption import Adoption
 from kvserver.restart.keeping import make_state
 from kvserver.restart.l1_file import L1File
-from kvserver.restart.state import State, StateError, decode, encode
+from kvserver.restart.missed_clears import MissedClears, generations_of, learn
+from kvserver.restart.state import KeptNamespace, State, StateError, decode, encode
+from kvserver.tiering import ConfiguredTier
 
 log = logging.getLogger(__name__)
 
@@ -42,14 +45,17 @@ class KeptL1(Protocol):
     def make_pool(self, l1_bytes: int, page_bytes: int) -> PagePool:
         """The pages of L1 that may be used from now on, and no other."""
 
-    def begin(self, cache: Cache, bus: Bus, hub: Hub) -> None:
-        """Before the first turn: no later daemon finds the state. ConfigError if that cannot be achieved."""
+    def begin(self, cache: Cache, bus: Bus, hub: Hub, tiers: Sequence[ConfiguredTier]) -> None:
+        """Before the first turn: no later daemon finds the state. ConfigError if that cannot be achieved. `tiers`: of L2."""
 
     @property
     def completion_fds(self) -> list[int]: ...
 
     def step(self) -> bool:
         """At the end of a turn; True while there is more to do at once."""
+
+    def tick(self) -> None:
+        """Once a second or so."""
 
     def ids_of_model(self, model_name: str) -> set[bytes]:
         """Namespaces of the model of which a later turn may adopt chunks."""
@@ -73,11 +79,14 @@ class NoKeptL1:
     def make_pool(self, l1_bytes: int, page_bytes: int) -> PagePool:
         return PagePool(l1_bytes, page_bytes)
 
-    def begin(self, cache: Cache, bus: Bus, hub: Hub) -> None:
+    def begin(self, cache: Cache, bus: Bus, hub: Hub, tiers: Sequence[ConfiguredTier]) -> None:
         pass
 
     def step(self) -> bool:
         return False
+
+    def tick(self) -> None:
+        pass
 
     def ids_of_model(self, model_name: str) -> set[bytes]:
         return set()
@@ -96,7 +105,11 @@ class RestartableL1:
         self._file, self._region = file, region
         self.pool = PagePool(region.size, page_bytes, withheld=True)
         self._state, self._why_empty = self._usable(settings)
-        self._adoption: Adoption | None = None
+        self._adoptions: list[Adoption] = []  # one after the other
+        self._waiting: tuple[Adoption, MissedClears] | None = None  # what tiers of L2 are asked about
+        self._cache: Cache | None = None
+        self._tiers: Sequence[ConfiguredTier] = ()
+        self._before = {of.id: of.generations for of in self._state.namespaces}
         self._free = self._plan()
         self._stopping = False
         self._reserved_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -108,9 +121,13 @@ class RestartableL1:
     def make_pool(self, l1_bytes: int, page_bytes: int) -> PagePool:
         return self.pool
 
+    @property
+    def _empty(self) -> State:
+        return State(version="", page_bytes=self.pool.page_bytes, inode=self._file.inode)
+
     def _usable(self, settings: Settings) -> tuple[State, str]:
         """The state as far as it fits; an empty one, and why."""
-        empty = State(version="", page_bytes=self.pool.page_bytes, inode=self._file.inode)
+        empty = self._empty
         try:
             raw = self._file.read_state()
             if raw is None:
@@ -136,11 +153,12 @@ class RestartableL1:
             _, free = kept_pages(self._state.counts, self._state.extents, self.pool.pages)
         except ValueError as error:
             self._why_empty = f"{self._file.path}.state: {error}"
-            self._state = self._state.part(0, 0)
+            self._state = self._empty
             free = [(0, self.pool.pages)]
         return free[::-1]
 
-    def begin(self, cache: Cache, bus: Bus, hub: Hub) -> None:
+    def begin(self, cache: Cache, bus: Bus, hub: Hub, tiers: Sequence[ConfiguredTier]) -> None:
+        self._cache, self._tiers = cache, tiers
         try:
             self._file.remove_state()
             self._file.shrink()
@@ -162,8 +180,21 @@ class RestartableL1:
             except msgspec.MsgspecError as error:
                 log.warning("KV events do not describe what L1 kept: %s", error)
             self._state.descriptions = b""
-            self._adoption = Adoption(self._state, cache, self._region, bus)
-            self._adoption.start()
+            self._begin_adoption(cache, bus)
+
+    def _begin_adoption(self, cache: Cache, bus: Bus) -> None:
+        """Verify all chunks. Those about which tiers of L2 are asked are adopted later than the others."""
+        state, self._state = self._state, self._empty
+        asked = MissedClears(state.namespaces, self._tiers).concerned()
+        at_once = state.in_namespaces([not each for each in asked]) if any(asked) else state
+        if at_once.chunks:
+            self._adoptions.append(Adoption(at_once, cache, self._region, bus))
+            self._adoptions[0].start()
+        if later := state.chunks - at_once.chunks:
+            state = state.in_namespaces(asked) if at_once.chunks else state
+            self._waiting = Adoption(state, cache, self._region, bus), MissedClears(state.namespaces, self._tiers)
+            self._waiting[0].start()
+            log.info("%d chunks of L1 wait until L2 has answered which KV was cleared meanwhile", later)
 
     def _reserve(self) -> None:
         try:
@@ -198,9 +229,8 @@ class RestartableL1:
 
     @property
     def completion_fds(self) -> list[int]:
-        adopts = self._adoption is not None and not self._adoption.done
         fds = [self._reserved_fd] if self._free else []
-        return [*fds, self._adoption.completion_fd] if adopts and self._adoption else fds
+        return fds + [each.completion_fd for each in self._adoptions[:1] if not each.done]
 
     def step(self) -> bool:
         if self._free:
@@ -209,19 +239,39 @@ class RestartableL1:
                 self._release_reserved()
             except BlockingIOError:
                 pass
-        if self._adoption is None:
+        if self._waiting is not None and (lost := self._waiting[1].lost()) is not None:
+            self._end_waiting(*self._waiting, lost)
+        if not self._adoptions:
             return False
-        more = self._adoption.step()
-        if self._adoption.published:
-            self._adoption, self._state = None, self._state.part(0, 0)  # their memory
+        more = self._adoptions[0].step()
+        if self._adoptions[0].published:
+            del self._adoptions[0]
+            return bool(self._adoptions)
         return more
 
+    def _end_waiting(self, adoption: Adoption, clears: MissedClears, lost: dict[int, str]) -> None:
+        self._waiting = None
+        self._adoptions.append(adoption)
+        for place in lost:
+            adoption.drop(place)
+        for why in dict.fromkeys(lost.values()):
+            log.info("L1 drops what it kept of %d namespaces: %s", list(lost.values()).count(why), why)
+
+    def tick(self) -> None:
+        if self._cache is not None and self._tiers:
+            found = self._cache.index.namespaces()
+            learn(self._tiers, [(of.id, of.durability) for of in found if not of.groups.tails])
+
+    @property
+    def _unfinished(self) -> list[Adoption]:
+        return [*self._adoptions, *([self._waiting[0]] if self._waiting is not None else [])]
+
     def ids_of_model(self, model_name: str) -> set[bytes]:
-        return self._adoption.ids_of_model(model_name) if self._adoption is not None else set()
+        return {id for each in self._unfinished for id in each.ids_of_model(model_name)}
 
     def clear(self, prefix: bytes) -> None:
-        if self._adoption is not None:
-            self._adoption.clear(prefix)
+        for each in self._unfinished:
+            each.clear(prefix)
 
     # ---- end ----------------------------------------------------------------------------------
 
@@ -229,13 +279,16 @@ class RestartableL1:
         self._stopping = True
         if self._thread is not None:
             self._thread.join()
-        rest = self._adoption.stop() if self._adoption is not None else None
+        rest = [left for each in self._unfinished if (left := each.stop()) is not None]
         began = time.monotonic()
         kept = 0
         try:
             state = make_state(cache, self._region, self._file.inode)
-            state = state.joined(rest) if rest is not None else state
-            state.descriptions = hub.encode_l1(and_waiting=rest is not None)
+            state.namespaces = [self._with_generations(of, adopted=True) for of in state.namespaces]
+            for left in rest:
+                left.namespaces = [self._with_generations(of, adopted=False) for of in left.namespaces]
+                state = state.joined(left)
+            state.descriptions = hub.encode_l1(and_waiting=bool(rest))
             self._file.write_state(encode(state))
             kept = state.chunks
         except OSError as error:
@@ -245,6 +298,12 @@ class RestartableL1:
             f"; {self._file.allocated_bytes} bytes of memory stay in {self._file.path}, with {kept} chunks for the next "
             f"daemon: rm {self._file.path} {self._file.path}.state frees them"
         )
+
+    def _with_generations(self, of: KeptNamespace, adopted: bool) -> KeptNamespace:
+        """With the generations that its chunks had last, also in tiers that are not used any more."""
+        now = generations_of(of.id, of.tails, of.durability, self._tiers)
+        before = self._before.get(of.id, {})
+        return msgspec.structs.replace(of, generations=before | now if adopted else now | before)
 
 
 def _for_settings(state: State, settings: Settings) -> tuple[State, str]:

@@ -16,9 +16,9 @@ from itertools import compress
 import msgspec
 
 from kvserver._native import checksum
-from kvserver.protocol import KEY_BYTES, ObjectGroup
+from kvserver.protocol import KEY_BYTES, Durability, ObjectGroup
 
-FORMAT = 1
+FORMAT = 2
 DIGEST_BYTES = 16
 EXTENT_BYTES = 8
 PROTECTED = 1  # bit of `flags`
@@ -38,6 +38,8 @@ class KeptNamespace(msgspec.Struct, frozen=True, array_like=True):
     ranks: int
     chunk_tokens: int  # of single blocks a block's
     tails: bool
+    durability: Durability = Durability.MACHINE
+    generations: dict[str, int | None] = {}  # by the URL of a tier of L2, of tiers that may have its objects
 
     @property
     def end_bytes(self) -> int:

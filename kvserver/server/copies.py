@@ -118,9 +118,9 @@ class Copies:
             counts.benefit.copied(ticket.direction, waited, completion.nanos * 1e-9)
             self._count_copied(counts, ticket, completion)
 
-    def is_durable(self, request: Store, worker: Worker) -> bool:
-        """True if a later start of an engine can find what is stored."""
-        return self.instances.instance_of(worker).durability(request.durability) is not Durability.PROCESS
+    def durability_of(self, request: Store, worker: Worker) -> Durability:
+        """Durability of what is stored."""
+        return self.instances.instance_of(worker).durability(request.durability)
 
     def coverage_in_l2(self, ticket: CopyTicket) -> tuple[Coverage, Durability] | None:
         """Coverage of the ticket's objects in L2, and their durability, which decides on the tiers; None if no tier may have them."""

@@ -29,7 +29,6 @@ class Stores:
     bus: Bus
     storage: Storage
     serving: Serving
-    keeps: bool = False  # a restart keeps what a later start of an engine can find
     _steps: int = STEPS_PER_TURN  # that are left in this turn
     # Stores whose plan takes more than one turn. Each ends when the plan is complete, at its deadline or when its worker
     # closes, whose memory stays mapped until then.
@@ -80,7 +79,7 @@ class Stores:
         plan = self.cache.plan_store(
             namespace, group.layout, keys_at(request.keys, places), group.slot_bytes,
             group=group.number, slots=_slots(group), places=places, steps=steps, model_name=worker.spec.model_name,
-            after=after, durable=self.keeps and self.copies.is_durable(request, worker),
+            after=after, durability=self.copies.durability_of(request, worker),
         )  # fmt: skip
         self._steps = plan.steps if steps else self._steps
         self._publish_evictions(plan)

@@ -129,6 +129,7 @@ class Upkeep:
         """Once a second or so: expire leases and departed instances, close silent connections, note what has been pinned."""
         self.devices.update_pinned_pages(self.cache.pool)
         self.storage.tick()
+        self.kept_l1.tick()
         self.workers.tick()
         self.cache.expire_leases(self.clock())
 

@@ -12,12 +12,12 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.daemon import Daemon, wait_until
+from support.kept_l1 import hits, restart, start, state_of, store_prompt
 from support.memory import two_groups
 from support.registration import identity
 from support.worker import Worker, make_keys
@@ -40,53 +40,6 @@ def path() -> Iterator[Path]:
 def kept(make_daemon: Make, path: Path) -> Daemon:
     """A daemon whose L1 is that file."""
     return make_daemon(l1_file=path)
-
-
-@dataclass
-class Prompt:
-    """Chunks that were stored, and their content."""
-
-    keys: list[bytes]
-    content: list[bytes]
-
-
-def store_prompt(daemon: Daemon, chunks: int = 3, **options: Any) -> Prompt:
-    with Worker(daemon.endpoint, **options) as worker:
-        blocks = worker.blocks_for(chunks)
-        prompt = Prompt(make_keys(chunks), worker.memory.blocks(blocks))
-        assert worker.store(prompt.keys, blocks).stored == chunks
-        return prompt
-
-
-def hits(daemon: Daemon, prompt: Prompt, **options: Any) -> int:
-    """The chunks that a new engine finds of the prompt. AssertionError if one has another content."""
-    with Worker(daemon.endpoint, **options) as worker:
-        found = worker.lookup(prompt.keys)
-        blocks = worker.blocks_for(found)
-        worker.memory.fill()
-        if found:
-            assert worker.load(prompt.keys[:found], blocks).chunks == found
-        content = worker.memory.blocks(blocks)
-        assert content == prompt.content[: len(content)], "a wrong byte"
-        return found
-
-
-def restart(daemon: Daemon, **flags: Any) -> Daemon:
-    """End it by SIGTERM and start it again, with these flags changed; returns when it has adopted what it keeps."""
-    assert daemon.terminate() == 0, daemon.log
-    return start(daemon, **flags)
-
-
-def start(daemon: Daemon, **flags: Any) -> Daemon:
-    daemon.flags |= flags
-    (daemon.folder / "log").unlink()
-    daemon.start()
-    wait_until(lambda: "L1 kept" in daemon.log or "L1 begins empty" in daemon.log, what="L1 is adopted")
-    return daemon
-
-
-def state_of(path: Path) -> Path:
-    return path.with_name(f"{path.name}.state")
 
 
 # ---- kept ---------------------------------------------------------------------------------------

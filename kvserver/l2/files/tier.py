@@ -216,6 +216,12 @@ class FileTier:
         parts.puts.drop_other_generations()
         parts.clears.begin(ticket)
 
+    def generation(self, namespace: bytes) -> int | None:
+        return self._parts.records.generations.of(namespace) if self._parts is not None else None
+
+    def learn_generations(self, namespaces: Sequence[bytes]) -> None:
+        """Nothing to do: the opening reads all of them."""
+
     def cancel(self, ticket: int) -> None:
         if self._parts is None or not self._parts.puts.cancel(ticket):
             self._device.cancel(ticket)

@@ -28,6 +28,7 @@ IDS_SECONDS = 5.0
 _MOST_IDS = 4096
 _MOST_WAIT_SECONDS = 2.0  # for another lane that writes an id
 _GENERATION_BYTES = 8  # as in a record's header
+_NONE = 0  # where a namespace has no generation
 
 
 class NoGeneration(StoreRefused):
@@ -44,8 +45,12 @@ class Generations:
         self._replaced: set[bytes] = set()  # of them those that were not cleared: the store has an older id
         self._clears = 0
         self._warnings: dict[bytes, str] = {}  # by scope: why the id written last may be lost
-        self._seen: dict[bytes, int] = {}  # by namespace: the generation that of() returned last
+        self._seen: dict[bytes, int] = {}  # by namespace: the generation that was found last
         self._changed: list[bytes] = []
+
+    def seen(self, namespace: bytes) -> int | None:
+        """The generation that of() or of_reader() found last, 0 for none; None: neither has found any, or a clear was the last."""
+        return self._seen.get(namespace)
 
     def changed(self) -> list[bytes]:
         """The namespaces that another daemon cleared, as far as of() has noticed since the last call."""
@@ -60,6 +65,7 @@ class Generations:
             self._unwritten[scope] = self._clears
             self._replaced.discard(scope)
             self._ids.pop(scope, None)
+            self._seen = {id: generation for id, generation in self._seen.items() if not id.startswith(scope)}
 
     def _replace(self, scope: bytes) -> None:
         """The store's id is older than one that was seen: a higher one is to be written, by this daemon or another."""
@@ -127,6 +133,7 @@ class Generations:
         try:
             return self.of(client, namespace)
         except NoGeneration:
+            self._notice(namespace, _NONE)
             return None
 
     def _ids_of(self, client: StoreClient, scopes: Sequence[bytes]) -> list[bytes] | None:

@@ -84,6 +84,7 @@ class RemoteTier:
         self._corrupt_in_a_row = 0
         self._failed_command = 0
         self._opening = True
+        self._learns = False  # generations are being found out
         self._closed = ""
         self._last_failure = self._last_refusal = ""  # of reads, of writes
         connect = reading(connect) if url.read_only else connect
@@ -212,6 +213,14 @@ class RemoteTier:
         run = alone(lambda job, lane: self._work.clear(lane, scope))
         return self._submit(_Ticket("clear", True, scope), run, deadline_ns)
 
+    def generation(self, namespace: bytes) -> int | None:
+        return self._generations.seen(namespace)
+
+    def learn_generations(self, namespaces: Sequence[bytes]) -> None:
+        if namespaces and not self._learns and not self._refusal():
+            self._learns = True
+            self._begin_own("learn", alone(lambda job, lane: self._work.learn(lane, namespaces)))
+
     def cancel(self, ticket: int) -> None:
         self._lanes.end(ticket, Result(TierOutcome.CANCELLED))
 
@@ -293,6 +302,8 @@ class RemoteTier:
     def _apply(self, ticket: _Ticket, job: TierJob, result: Result) -> Result:
         if ticket.kind == "get" and not ticket.void:
             self._remember(ticket, job, result)
+        if ticket.kind == "learn":
+            self._learns = False
         if ticket.kind == "ping":
             self._opening = False
             self._judge_ping(result)

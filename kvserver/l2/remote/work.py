@@ -206,6 +206,12 @@ class StoreWork:
         self._generations.write(lane.client, scope)
         return answer(TierOutcome.DONE, what=self._generations.warning(scope))
 
+    def learn(self, lane: Lane, namespaces: Sequence[bytes]) -> Result:
+        """Find out the namespaces' generations, which are known then."""
+        for namespace in namespaces:
+            self._generations.of_reader(lane.client, namespace)
+        return answer(TierOutcome.DONE)
+
     def ping(self, lane: Lane) -> Result:
         """Find out whether the store answers and, unless the tier is read-only, takes writes."""
         present = self._generations.reads(lane.client)

@@ -1,0 +1,57 @@
+"""Prompts that are stored before a restart of a daemon with --l1-file and looked up after it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from support.daemon import Daemon, wait_until
+from support.worker import Worker, make_keys
+
+
+@dataclass
+class Prompt:
+    """Chunks that were stored, and their content."""
+
+    keys: list[bytes]
+    content: list[bytes]
+
+
+def store_prompt(daemon: Daemon, chunks: int = 3, **options: Any) -> Prompt:
+    with Worker(daemon.endpoint, **options) as worker:
+        blocks = worker.blocks_for(chunks)
+        prompt = Prompt(make_keys(chunks), worker.memory.blocks(blocks))
+        assert worker.store(prompt.keys, blocks).stored == chunks
+        return prompt
+
+
+def hits(daemon: Daemon, prompt: Prompt, **options: Any) -> int:
+    """The chunks that a new engine finds of the prompt. AssertionError if one has another content."""
+    with Worker(daemon.endpoint, **options) as worker:
+        found = worker.lookup(prompt.keys)
+        blocks = worker.blocks_for(found)
+        worker.memory.fill()
+        if found:
+            assert worker.load(prompt.keys[:found], blocks).chunks == found
+        content = worker.memory.blocks(blocks)
+        assert content == prompt.content[: len(content)], "a wrong byte"
+        return found
+
+
+def restart(daemon: Daemon, **flags: Any) -> Daemon:
+    """End it by SIGTERM and start it again, with these flags changed; returns when it has adopted what it keeps."""
+    assert daemon.terminate() == 0, daemon.log
+    return start(daemon, **flags)
+
+
+def start(daemon: Daemon, **flags: Any) -> Daemon:
+    daemon.flags |= flags
+    (daemon.folder / "log").unlink()
+    daemon.start()
+    wait_until(lambda: "L1 kept" in daemon.log or "L1 begins empty" in daemon.log, what="L1 is adopted")
+    return daemon
+
+
+def state_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.state")
