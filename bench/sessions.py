@@ -1,0 +1,97 @@
+"""Hits of the traces of `agents.py` at small sizes of L1: slru, and a bound that no rule about what is superseded can exceed.
+
+    .venv/bin/python bench/sessions.py [--seeds 1 2 3]
+
+Sizes: a quarter of the trace's distinct blocks, and shares of the most blocks that are *live* at a time, which is between their
+first and last use. *parents*: hits of the first turns after a wait for subagents. *bound*: an LRU that knows the future and frees a
+block at its last use: nothing superseded is ever resident. Rates are of tokens, whole blocks.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import agents
+
+from kvserver.protocol import KEY_BYTES
+from kvserver.replay.bare_l1 import BareL1
+
+
+class Rates(NamedTuple):
+    all: float
+    parents: float
+
+    def __str__(self) -> str:
+        return f"{self.all:.1%}, {self.parents:.1%}"
+
+
+class Found:
+    def __init__(self) -> None:
+        self.hits, self.of = [0, 0], [0, 0]
+
+    def add(self, prompt: agents.Prompt, hits: int) -> None:
+        for number in range(1 + bool(prompt.waited)):
+            self.hits[number] += hits
+            self.of[number] += len(prompt.ids)
+
+    @property
+    def rates(self) -> Rates:
+        all, parents = (hits / max(1, of) for hits, of in zip(self.hits, self.of, strict=True))
+        return Rates(all, parents)
+
+
+def replayed(prompts: Sequence[agents.Prompt], keys: Sequence[bytes], blocks: int) -> Rates:
+    l1, found = BareL1(blocks, "slru"), Found()
+    for prompt, of_prompt in zip(prompts, keys, strict=True):
+        found.add(prompt, l1.serve(of_prompt, prompt.seconds).l1)
+    return found.rates
+
+
+def bound(prompts: Sequence[agents.Prompt], last_use: dict[int, int], blocks: int) -> Rates:
+    resident: OrderedDict[int, None] = OrderedDict()
+    found = Found()
+    for number, prompt in enumerate(prompts):
+        found.add(prompt, next((n for n, id in enumerate(prompt.ids) if id not in resident), len(prompt.ids)))
+        for id in reversed(prompt.ids):
+            resident.pop(id, None)
+            if last_use[id] > number:
+                resident[id] = None
+        while len(resident) > blocks:
+            resident.popitem(last=False)
+    return found.rates
+
+
+def most_live(prompts: Sequence[agents.Prompt], last_use: dict[int, int]) -> int:
+    live: set[int] = set()
+    most = 0
+    for number, prompt in enumerate(prompts):
+        live.update(prompt.ids)
+        live.difference_update([id for id in prompt.ids if last_use[id] == number])
+        most = max(most, len(live))
+    return most
+
+
+def keys_of(prompt: agents.Prompt) -> bytes:
+    return b"".join([id.to_bytes(KEY_BYTES, "little") for id in prompt.ids])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=agents.SEEDS)
+    print("| seed | requests | L1, blocks | slru, parents | bound, parents |\n| --- | --- | --- | --- | --- |")
+    for seed in parser.parse_args().seeds:
+        prompts = agents.prompts(seed)
+        keys = [keys_of(prompt) for prompt in prompts]
+        last_use = {id: number for number, prompt in enumerate(prompts) for id in prompt.ids}
+        live = most_live(prompts, last_use)
+        sizes = {"1/4 of distinct": len(last_use) // 4, "1/2 of live": live // 2, "1/4 of live": live // 4}
+        for name, blocks in sizes.items():
+            slru, most = replayed(prompts, keys, blocks), bound(prompts, last_use, blocks)
+            print(f"| {seed} | {len(prompts):,} | {name}: {blocks:,} | {slru} | {most} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
