@@ -91,7 +91,7 @@ class Instance:
 
     @property
     def unreported(self) -> frozenset[str]:
-        """Of REQUESTS, BLOCKS: what the engine does not report, as it stated, and has not reported."""
+        """The parts, of REQUESTS and BLOCKS, that the engine does not report, as it stated, and has not reported."""
         reported = {REQUESTS} if self.counts.ended_requests else set()
         return self.states_unreported - reported - ({BLOCKS} if self.reports.source else set())
 
