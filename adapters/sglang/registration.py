@@ -20,7 +20,7 @@ from kvserver.adapters.sglang.identity import SGLangIdentity, arguments_identity
 from kvserver.adapters.sglang.pools import KVPool, read_addresses_again
 from kvserver.adapters.sglang.ranks import Ranks
 from kvserver.adapters.sglang.settings import SGLangSettings
-from kvserver.protocol import MOST_ENGINE, HelloReply, RegisterWorker, block_bytes
+from kvserver.protocol import BLOCKS, MOST_ENGINE, REQUESTS, HelloReply, RegisterWorker, block_bytes
 
 CHUNK_PAGES = (
     1  # a linker is not told where in the prompt its keys begin, so chunks of several pages could not be aligned
@@ -62,6 +62,7 @@ class PoolRegistration:
                 counted=self._whole_identity.fields(),
                 private=self._whole_identity.private,
                 machine_only=self._whole_identity.machine_only,
+                unreported=(REQUESTS, BLOCKS),  # no end of a request and no block of the pool reaches a linker
                 engine="sglang",
                 engine_version=sglang.__version__[:MOST_ENGINE],
             )

@@ -112,7 +112,7 @@ def _instances(endpoint: str) -> list[InstanceStatus]:
 
 
 def _is_named(instance_id: str, name: str) -> bool:
-    """Whether an engine with this `kvserver.engine_id` may have that id; "": any. Replicas append their number."""
+    """True if an engine with this `kvserver.engine_id` may have that id; "": any. Replicas append their number."""
     return not name or instance_id == name or instance_id.startswith(f"{name}_dp")
 
 

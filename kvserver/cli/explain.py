@@ -14,6 +14,7 @@ from urllib.parse import urlencode
 from kvserver.cli import http_client
 from kvserver.cli.terminal import show
 
+NOT_REPORTED = "{}: not reported by this engine"
 _INDENT = "  "
 _WIDTH = 120
 
@@ -63,6 +64,7 @@ def _request(request: dict[str, Any]) -> str:
         ("engine", ", ".join(filter(None, (request["instance_id"], request["model_name"], request.get("engine"))))),
         ("outcome", _outcome(request)),
         ("tokens", _tokens(request["tokens"])),
+        ("", NOT_REPORTED.format("tokens in the engine (l0) and computed") * bool(request.get("ends_unreported"))),
         ("missing", _missing(request)),
         ("differs", _differs(request["differs"])),
         ("waited", _waits(request["waits"])),

@@ -18,6 +18,7 @@ from msgspec.structs import asdict
 
 from kvserver.cli import http_client
 from kvserver.cli.terminal import columns, show
+from kvserver.protocol import BLOCKS, REQUESTS
 from kvserver.protocol.status import (
     DaemonStatus,
     GpuStatus,
@@ -38,6 +39,7 @@ SERVING = {
     "stores-off": "lookups find chunks, no store is taken",
     "off": "no lookup finds a chunk, no store is taken; engines run without cache",
 }
+_UNREPORTED = {BLOCKS: "blocks of L0", REQUESTS: "prompt tokens by source"}
 _NAMES = {"l0": "L0", "l1": "L1", "l2": "L2", "computed": "computed"}
 
 
@@ -147,6 +149,7 @@ def table(status: DaemonStatus) -> str:
             for instance in status.instances
             if instance.private
         ]
+        lines += not_reported(status.instances)
         if any(tier.kind != "file" for tier in status.l2):
             lines += [
                 f"LOCAL  {instance.instance_id} uses L2 in files only: {instance.machine_only}"
@@ -221,7 +224,8 @@ def _row(instance: InstanceStatus, sources: Sequence[str]) -> tuple[str, ...]:
     """A row with shares of prompt tokens. WAITING: not all ranks are registered and agree, so the instance has no cache."""
     counts, workers = instance.requests, instance.workers
     load = None if instance.load is None or instance.load.stale else instance.load
-    total = sum(counts.prompt_tokens.values())
+    tokens = counts.prompt_tokens or {}
+    total = sum(tokens.values())
     seen = max((worker.last_seen_seconds for worker in workers), default=0.0)
     ranks = f"{len(workers)}/{instance.world_size}"
     return (
@@ -231,13 +235,22 @@ def _row(instance: InstanceStatus, sources: Sequence[str]) -> tuple[str, ...]:
         ranks if instance.namespace else f"{ranks} WAITING",
         str(load.running) if load is not None else "-",
         str(load.waiting) if load is not None else "-",
-        str(total),
-        *(rate(counts.prompt_tokens.get(source, 0), total) for source in sources),
+        str(total) if counts.prompt_tokens is not None else "-",
+        *(rate(tokens.get(source, 0), total) for source in sources),
         size(counts.stored_bytes),
         size(counts.loaded_bytes),
         str(counts.failed_stores + counts.failed_loads),
         f"{duration(seen)} ago",
     )
+
+
+def not_reported(instances: Sequence[InstanceStatus]) -> list[str]:
+    """A line for each engine that does not report everything."""
+    return [
+        f"{one.instance_id}: {' and '.join(_UNREPORTED.get(what, what) for what in one.unreported)}: not reported by this engine"
+        for one in instances
+        if one.unreported
+    ]
 
 
 def kind(instance: InstanceStatus | RefusedEngineStatus) -> str:

@@ -11,7 +11,7 @@ from msgspec import UNSET
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
-from kvserver.cli.status import SERVING, bar, duration, kind, rate, size, tier_line, what_if
+from kvserver.cli.status import SERVING, bar, duration, kind, not_reported, rate, size, tier_line, what_if
 from kvserver.cli.terminal import plain
 from kvserver.cli.top_view import Rates, Reading, missed_tokens
 from kvserver.protocol.status import DaemonStatus, InstanceStatus
@@ -197,6 +197,7 @@ def _engines(status: DaemonStatus, rates: Rates | None) -> Iterator[str]:
             yield f"{one.instance_id} runs without cache: {ranks}"
         elif one.private:
             yield f"{one.instance_id} shares KV with no other engine: {one.private}"
+    yield from not_reported(status.instances)
 
 
 def _cell(text: str) -> str:
@@ -206,7 +207,8 @@ def _cell(text: str) -> str:
 
 def _row(one: InstanceStatus, rates: Rates | None, is_off: bool) -> tuple[str, ...]:
     requests = one.requests
-    total = sum(requests.prompt_tokens.values())
+    tokens = requests.prompt_tokens or {}
+    total = sum(tokens.values())
     stats = None if one.load is None or one.load.stale else one.load
     seen = max((worker.last_seen_seconds for worker in one.workers), default=0.0)
     return (
@@ -217,8 +219,10 @@ def _row(one: InstanceStatus, rates: Rates | None, is_off: bool) -> tuple[str, .
         f"{len(one.workers)}/{one.world_size}",
         number(stats.running) if stats is not None else "-",
         number(stats.waiting) if stats is not None else "-",
-        number(rates.engines.get(one.instance_id, 0.0)) if rates is not None else "-",
-        *(rate(requests.prompt_tokens.get(source, 0), total) for source in _NAMES),
+        number(rates.engines.get(one.instance_id, 0.0))
+        if rates is not None and requests.prompt_tokens is not None
+        else "-",
+        *(rate(tokens.get(source, 0), total) for source in _NAMES),
         str(requests.failed_stores + requests.failed_loads),
         f"{duration(seen)} ago",
     )

@@ -99,7 +99,8 @@ def _requests(status: DaemonStatus) -> list[RequestsStatus]:
 
 
 def _tokens(instances: list[InstanceStatus]) -> Counter[str]:
-    return Counter({one.instance_id: sum(one.requests.prompt_tokens.values()) for one in instances})
+    reporting = (one for one in instances if one.requests.prompt_tokens is not None)
+    return Counter({one.instance_id: sum((one.requests.prompt_tokens or {}).values()) for one in reporting})
 
 
 def median_ages(metrics: str) -> dict[str, float]:

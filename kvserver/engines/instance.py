@@ -15,7 +15,7 @@ from kvserver.engines.report_sync import ReportSync
 from kvserver.engines.worker import Worker
 from kvserver.events import InstanceDescribed
 from kvserver.l2 import Coverage, coverages_of
-from kvserver.protocol import DescribeScheduler, Durability
+from kvserver.protocol import BLOCKS, REQUESTS, DescribeScheduler, Durability
 from kvserver.telemetry import LoadWaits
 
 _MAX_VARIANTS = 4096  # per instance, remembered digests
@@ -45,6 +45,7 @@ class Instance:
     incarnation: str
     model_name: str
     world_size: int
+    states_unreported: frozenset[str] = frozenset()  # of REQUESTS, BLOCKS, as its first worker stated
     workers: dict[int, Worker] = field(default_factory=dict)
     namespace: bytes | None = None
     last_namespace: bytes | None = None  # also after a rank left
@@ -87,6 +88,12 @@ class Instance:
         """Reason why the instance shares KV with no other; empty if it may share."""
         since = self.description.private if self.description is not None else ""
         return private_reason(worker.spec for worker in self.workers.values()) or since
+
+    @property
+    def unreported(self) -> frozenset[str]:
+        """The parts, of REQUESTS and BLOCKS, that the engine does not report, as it stated, and has not reported."""
+        reported = {REQUESTS} if self.counts.ended_requests else set()
+        return self.states_unreported - reported - ({BLOCKS} if self.reports.source else set())
 
     @property
     def ranks_text(self) -> str:

@@ -14,7 +14,15 @@ from kvserver.engines.counts import Counts
 from kvserver.engines.instance import Instance, PrefillSpeeds
 from kvserver.engines.lifeline import Lifeline
 from kvserver.engines.worker import Worker
-from kvserver.protocol import DEPARTED_SECONDS, MOST_DEPARTED, ErrorCode, KVServerError, RegisterWorker
+from kvserver.protocol import (
+    BLOCKS,
+    DEPARTED_SECONDS,
+    MOST_DEPARTED,
+    REQUESTS,
+    ErrorCode,
+    KVServerError,
+    RegisterWorker,
+)
 
 
 class Disconnect(str, enum.Enum):
@@ -61,7 +69,12 @@ class Instances:
         instance = self.by_id.get(spec.instance_id)
         if instance is None:
             instance = Instance(
-                spec.instance_id, spec.incarnation, spec.model_name, spec.world_size, speeds=self._speeds
+                spec.instance_id,
+                spec.incarnation,
+                spec.model_name,
+                spec.world_size,
+                frozenset(spec.unreported) & {REQUESTS, BLOCKS},
+                speeds=self._speeds,
             )
             before = self.departed.pop((spec.instance_id, spec.model_name), None)
             if before is not None:

@@ -31,6 +31,7 @@ from kvserver.events import (
     WorkerRegistered,
 )
 from kvserver.protocol import (
+    BLOCKS,
     MAX_CHUNK_TOKENS,
     REGISTERED,
     CudaVmmFd,
@@ -100,7 +101,13 @@ class Workers:
         if is_first:
             self.bus.publish(
                 InstanceRegistered(
-                    now_ns, instance_id, model_name, request.incarnation, request.num_blocks, request.has_computed
+                    now_ns,
+                    instance_id,
+                    model_name,
+                    request.incarnation,
+                    request.num_blocks,
+                    request.has_computed,
+                    BLOCKS not in request.unreported,
                 )
             )
         self.bus.publish(WorkerRegistered(now_ns, *worker.identity))

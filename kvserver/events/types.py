@@ -52,6 +52,7 @@ class InstanceRegistered(_OfInstance, frozen=True, tag="InstanceCame"):
     incarnation: str
     num_blocks: int
     has_computed: bool = False  # before it registered: its blocks may have content
+    reports_blocks: bool = True
 
 
 class InstanceDisconnected(_OfInstance, frozen=True, tag="InstanceGone"):

@@ -42,12 +42,14 @@ from kvserver.protocol.measurements import (
     bounded,
 )
 from kvserver.protocol.messages import (
+    BLOCKS,
     MOST_ENGINE,
     MOST_MESSAGE_BYTES,
     OLDEST_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
     REGISTERED,
     REQUEST_ID_BYTES,
+    REQUESTS,
     SERVING_OFF,
     Attach,
     Attached,

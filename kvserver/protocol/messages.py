@@ -54,6 +54,8 @@ SERVING_OFF = "serving_off"  # HelloReply.standing: as REGISTERED, and the opera
 REQUEST_ID_BYTES = 8
 MOST_MESSAGE_BYTES = 4 << 20  # clients split far below; a larger message gets an error
 
+REQUESTS = "requests"  # RegisterWorker.unreported: ends of requests, and so prompt tokens by source
+BLOCKS = "blocks"  # RegisterWorker.unreported: the block pool, L0
 MOST_ENGINE = 64  # characters of an engine's name or version that are shown
 
 GpuUuid = Annotated[str, Meta(pattern="^(GPU|MIG)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")]
@@ -148,6 +150,7 @@ class RegisterWorker(Message):
     machine_only: Text = ""  # why its KV must stay on this machine, though it may outlive the engine; "" if it need not
     engine: Label = ""  # for people: "vllm", "sglang"; "" of older adapters
     engine_version: Label = ""
+    unreported: Annotated[tuple[Label, ...], Meta(max_length=16)] = ()  # of REQUESTS, BLOCKS: what it will never report
 
     @property
     def engine_names(self) -> tuple[str, str]:

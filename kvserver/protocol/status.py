@@ -120,11 +120,14 @@ class RequestCounts(Struct):
 
 class RequestsStatus(RequestCounts, frozen=True, kw_only=True):  # type: ignore[misc]  # msgspec lets a struct freeze
     missed_tokens: dict[str, int] = {}  # of lookups, by the reason why each chunk was missing
-    prompt_tokens: dict[str, int] = {}  # by source
-    request_loads: dict[str, int] = {}  # by outcome
-    prefill_seconds_gained: float = 0.0
-    prefill_seconds_lost: float = 0.0
-    hit_ratio: Buckets = Buckets()
+    # These follow from the ends of requests. None: the engine does not report them.
+    saved_seconds: float | None = 0.0  # type: ignore[assignment]
+    ended_requests: int | None = 0  # type: ignore[assignment]
+    prompt_tokens: dict[str, int] | None = {}  # by source
+    request_loads: dict[str, int] | None = {}  # by outcome
+    prefill_seconds_gained: float | None = 0.0
+    prefill_seconds_lost: float | None = 0.0
+    hit_ratio: Buckets | None = Buckets()
     store_duration: dict[str, Buckets] = {}  # by phase
     load_duration: dict[str, Buckets] = {}
 
@@ -181,7 +184,8 @@ class InstanceStatus(Struct, frozen=True, kw_only=True):
     machine_only: str = ""  # why its KV goes to no tier of L2 that machines share
     world_size: int = 0
     l0_source: str = ""
-    l0: L0Status = L0Status()
+    l0: L0Status | None = L0Status()  # None: the engine does not report its blocks
+    unreported: list[str] = []  # "requests", "blocks": what the engine does not report
     workers: list[WorkerStatus] = []
     prefill_tokens_per_second: float = 0.0
     block_tokens: int = 0

@@ -11,7 +11,7 @@ from kvserver.cache import Cache, MissReason
 from kvserver.config import Placement
 from kvserver.copy import Devices
 from kvserver.engines import Counts, Disconnect, Instance, Instances
-from kvserver.protocol import block_bytes
+from kvserver.protocol import BLOCKS, REQUESTS, block_bytes
 from kvserver.protocol.status import (
     ConnectsStatus,
     DepartedStatus,
@@ -24,6 +24,11 @@ from kvserver.protocol.status import (
     WorkerStatus,
 )
 from kvserver.telemetry import PHASES, Rpc
+
+_OF_ENDS = (  # of RequestsStatus: what follows from the ends of requests
+    *("saved_seconds", "ended_requests", "prompt_tokens", "request_loads"),
+    *("prefill_seconds_gained", "prefill_seconds_lost", "hit_ratio"),
+)
 
 
 def l1_status(cache: Cache, placement: Placement) -> L1Status:
@@ -81,6 +86,7 @@ def instance_status(instance: Instance, devices: Devices, l0: L0Status, now: flo
     """`l0`: what block_lifecycle knows of its blocks."""
     spec, reports = instance.any_worker().spec, instance.reports
     engine, version = spec.engine_names
+    unreported = sorted(instance.unreported)
     return InstanceStatus(
         instance_id=instance.instance_id,
         model_name=instance.model_name,
@@ -91,7 +97,8 @@ def instance_status(instance: Instance, devices: Devices, l0: L0Status, now: flo
         machine_only=instance.machine_only,
         world_size=instance.world_size,
         l0_source=reports.source or "none",
-        l0=replace(l0, source=reports.source, refused_reports=reports.refused),
+        l0=None if BLOCKS in unreported else replace(l0, source=reports.source, refused_reports=reports.refused),
+        unreported=unreported,
         workers=[
             WorkerStatus(
                 rank=rank,
@@ -109,7 +116,7 @@ def instance_status(instance: Instance, devices: Devices, l0: L0Status, now: flo
         prefill_tokens_per_second=instance.prefill_speed,
         block_tokens=spec.block_tokens,
         chunk_tokens=spec.chunk_tokens,
-        requests=requests_status(instance.counts),
+        requests=requests_status(instance.counts, instance.unreported),
         load=instance.engine_stats.status(instance.incarnation, now),
     )
 
@@ -119,15 +126,15 @@ def departed_status(departed: Instance, now: float) -> DepartedStatus:
         instance_id=departed.instance_id,
         model_name=departed.model_name,
         gone_seconds=round(now - departed.departed_at, 3),
-        requests=requests_status(departed.counts),
+        requests=requests_status(departed.counts, departed.unreported),
     )
 
 
-def requests_status(counts: Counts) -> RequestsStatus:
+def requests_status(counts: Counts, unreported: frozenset[str] = frozenset()) -> RequestsStatus:
     benefit, missed = counts.benefit, counts.missed_tokens
     shown = asdict(counts)
     del shown["benefit"], shown["missed_tokens"]
-    return RequestsStatus(
+    found = RequestsStatus(
         **shown,
         missed_tokens={reason.value: missed[reason] for reason in MissReason},
         prompt_tokens=dict(benefit.prompt_tokens),
@@ -138,3 +145,4 @@ def requests_status(counts: Counts) -> RequestsStatus:
         store_duration={phase: benefit.durations["store", phase].snapshot() for phase in PHASES},
         load_duration={phase: benefit.durations["load", phase].snapshot() for phase in PHASES},
     )
+    return replace(found, **dict.fromkeys(_OF_ENDS)) if REQUESTS in unreported else found

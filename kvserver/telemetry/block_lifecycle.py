@@ -63,6 +63,7 @@ class _Instance:
         self.report_gaps = 0
         self.records = 0
         self.out_of_sync = False
+        self.reports = True  # False: it states that it reports no blocks, and has reported none
         self.pools: dict[int, BlockLifetimes] = {}
         self.request_blocks: RequestBlocks | None = None  # of the one pool of a reported source
 
@@ -139,6 +140,7 @@ class BlockLifecycle(Subscriber):
             instance = self._present[event.instance_id] = self._instances.setdefault(key, _Instance())
             instance.ended_ns = None
         instance.out_of_sync = event.has_computed or instance.incarnation == event.incarnation
+        instance.reports = event.reports_blocks
         instance.incarnation, instance.num_blocks = event.incarnation, event.num_blocks
 
     def _disconnected(self, event: InstanceDisconnected) -> None:
@@ -148,6 +150,7 @@ class BlockLifecycle(Subscriber):
         instance.ended_ns = self._clock()
 
     def _report(self, instance: _Instance, event: BlockReport | RequestEnded) -> None:
+        instance.reports = True
         if event.gap:
             instance.report_gaps += 1
             instance.lose_track()
@@ -193,7 +196,7 @@ class BlockLifecycle(Subscriber):
     def families(self) -> list[Family]:
         self._expire()
         with self._lock:
-            instances = list(self._instances.items())
+            instances = [(labels, instance) for labels, instance in self._instances.items() if instance.reports]
         found = [(instance, instance.metrics.read(), labels) for labels, instance in instances]
         return [
             *families_of(_PLAIN, [(instance.status(read), labels) for instance, read, labels in found], LABELS),

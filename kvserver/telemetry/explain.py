@@ -33,7 +33,7 @@ from kvserver.events import (
     RequestEnded,
     Subscriber,
 )
-from kvserver.protocol import KEY_BYTES, chunk_tokens_for
+from kvserver.protocol import KEY_BYTES, REQUESTS, chunk_tokens_for
 from kvserver.protocol.status import ExplainStatus
 from kvserver.telemetry.differences import Difference, Differences
 from kvserver.telemetry.explain_facts import MOST_RANKS, Facts, RankLoad, Request, facts_of
@@ -59,6 +59,7 @@ class _Stored(NamedTuple):
     block_tokens: int = 0  # the fewest that it could
     tails: bool = False
     engine: str = ""  # with its version, for people
+    ends_unreported: bool = False
 
 
 class Explain(Subscriber):
@@ -185,7 +186,11 @@ class Explain(Subscriber):
                     first = event.ranks[0]
                     least = chunk_tokens_for(1, first.object_groups)
                     self._stored[event.instance_id] = _Stored(
-                        first.chunk_tokens, least, first.tails, " ".join(filter(None, first.engine_names))
+                        first.chunk_tokens,
+                        least,
+                        first.tails,
+                        " ".join(filter(None, first.engine_names)),
+                        REQUESTS in first.unreported,
                     )
                     self._differences.formed(event)
                 case InstanceDisconnected():
@@ -246,9 +251,9 @@ class Explain(Subscriber):
 
     def _remember(self, event: LookupEnded | RequestEnded, began_ns: int) -> Request:
         request = Request(event.instance_id, event.model_name, event.request_id, began_ns)
-        request.chunk_tokens, request.block_tokens, request.tails, request.engine = self._stored.get(
-            event.instance_id, _Stored()
-        )
+        stored = self._stored.get(event.instance_id, _Stored())
+        request.chunk_tokens, request.block_tokens, request.tails = stored[:3]
+        request.engine, request.ends_unreported = stored[3:]
         self._ring.append(request)
         self._newest[request.instance_id, request.request_id] = request
         self._grow(request, _REQUEST_BYTES + sys.getsizeof(event.request_id))

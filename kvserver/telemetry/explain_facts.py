@@ -98,6 +98,7 @@ class Facts(TypedDict):
     block_tokens: int  # the fewest that the engine could store; 0 if that is not known
     tails: bool  # it stores single blocks behind the last whole chunk
     engine: str  # which engine and version it is; "" if that is not known
+    ends_unreported: bool  # the engine reports no ends of requests: l0 and computed stay None
 
 
 @dataclass(slots=True)
@@ -151,6 +152,7 @@ class Request:
     block_tokens: int = 0  # the fewest that the engine could store; 0 if that is not known
     tails: bool = False
     engine: str = ""
+    ends_unreported: bool = False  # the engine reports no ends of requests
 
     @property
     def missing(self) -> tuple[int, MissReason] | None:
@@ -217,7 +219,7 @@ class Request:
         """Outcome of the request, one of OUTCOMES."""
         if self.failure:
             return "load_failed"
-        if self.ended is None:
+        if self.ended is None and not self.ends_unreported:
             return f"instance_{self.departure}" if self.departure else "running"
         if self.lookup is None:
             return "no_lookup"
@@ -287,4 +289,5 @@ def facts_of(
         block_tokens=request.block_tokens,
         tails=request.tails,
         engine=request.engine,
+        ends_unreported=request.ends_unreported and request.ended is None,
     )

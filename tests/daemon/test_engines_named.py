@@ -10,7 +10,8 @@ import pytest
 from support.daemon import KVSERVER, Daemon, wait_until
 from support.worker import Worker, make_keys
 
-from kvserver.protocol import MOST_ENGINE
+from kvserver.protocol import MOST_ENGINE, ExactRecords
+from kvserver.protocol.client import RequestFailed
 
 MakeDaemon, MakeWorker = Callable[..., Daemon], Callable[..., Worker]
 SGLANG = {"engine": "sglang", "engine_version": "0.5.23"}
@@ -85,3 +86,93 @@ def test_an_engine_that_is_refused_is_named_too(make_daemon: MakeDaemon, make_wo
         worker.register(counted=(), **SGLANG)
     (one,) = daemon.status()["refused_engines"]
     assert {name: one[name] for name in SGLANG} == SGLANG
+
+
+# ---- what an adapter cannot report ----------------------------------------------------------------
+
+SILENT = {**SGLANG, "unreported": ("requests", "blocks")}
+OF_ENDS = [
+    "prompt_tokens",
+    "request_loads",
+    "hit_ratio",
+    "prefill_seconds_gained",
+    "prefill_seconds_lost",
+    "saved_seconds",
+    "ended_requests",
+]
+LINE = "one: blocks of L0 and prompt tokens by source: not reported by this engine"
+
+
+def series(daemon: Daemon, name: str) -> list[str]:
+    """The metrics that have a series of that instance."""
+    return sorted({sample.name for sample in daemon.samples() if sample.labels.get("instance_id") == name})
+
+
+def test_what_an_engine_does_not_report_is_null_and_never_zero(
+    make_daemon: MakeDaemon, make_worker: MakeWorker
+) -> None:
+    daemon = make_daemon(metrics_sample_rate=1)
+    registered(daemon, make_worker, "one", **SILENT).round_trip()
+    other = registered(daemon, make_worker, "two", **SGLANG)
+    one = instances(daemon)["one"]
+    assert one["unreported"] == ["blocks", "requests"]
+    assert one["l0"] is None
+    assert {name: one["requests"][name] for name in OF_ENDS} == dict.fromkeys(OF_ENDS)
+    assert one["requests"]["loads"] == 1
+    assert one["load"] is None
+    missing = set(series(daemon, "two")) - set(series(daemon, "one"))
+    assert "kvserver_prompt_tokens_total" in missing
+    assert "kvserver_prefill_seconds_gained_total" in missing
+    assert "kvserver_saved_prefill_seconds_total" in missing
+    assert any(name.startswith("kvserver_l0_") for name in missing)
+    assert not any(name.startswith("kvserver_l0_") for name in series(daemon, "one"))
+    assert "kvserver_lookup_hit_tokens_total" in series(daemon, "one")
+    other.unregister()
+    for words in (("status",), ("top", "--once")):
+        shown_text = shown(daemon, *words)
+        assert LINE in shown_text
+        assert "two:" not in shown_text
+
+
+def test_explain_states_that_an_engine_reports_no_ends(make_daemon: MakeDaemon, make_worker: MakeWorker) -> None:
+    daemon = make_daemon()
+    worker = registered(daemon, make_worker, "one", **SILENT)
+    keys = make_keys(3)
+    worker.store(keys, worker.blocks_for(3))
+    worker.lookup(keys, "found")
+    worker.lookup(make_keys(2), "missed")
+    wait_until(lambda: "missed" in shown(daemon, "explain", "missed"))
+    for request, outcome in (("found", "found"), ("missed", "miss")):
+        text = shown(daemon, "explain", request)
+        assert f"outcome    {outcome}\n" in text
+        assert "tokens in the engine (l0) and computed: not reported by this engine" in text
+        assert "has not reported its end" not in text
+
+
+def test_an_engine_that_reports_after_all_is_believed(make_daemon: MakeDaemon, make_worker: MakeWorker) -> None:
+    daemon = make_daemon()
+    worker = registered(daemon, make_worker, "one", **SILENT)
+    worker.report(ExactRecords(b"", b"", full=True))
+    worker.end_request(prompt_tokens=100)
+    wait_until(lambda: instances(daemon)["one"]["unreported"] == [])
+    one = instances(daemon)["one"]
+    assert one["requests"]["prompt_tokens"]["computed"] == 100
+    assert one["l0"]["source"] == "exact"
+    wait_until(lambda: any(name.startswith("kvserver_l0_") for name in series(daemon, "one")))
+
+
+def test_words_that_a_daemon_does_not_know_are_left_out(make_daemon: MakeDaemon, make_worker: MakeWorker) -> None:
+    daemon = make_daemon()
+    registered(daemon, make_worker, "one", **SGLANG, unreported=("weather", "blocks"))
+    assert instances(daemon)["one"]["unreported"] == ["blocks"]
+
+
+def test_failed_loads_of_an_engine_without_ends_are_no_negative_gain(
+    make_daemon: MakeDaemon, make_worker: MakeWorker
+) -> None:
+    daemon = make_daemon()
+    worker = registered(daemon, make_worker, "one", **SILENT)
+    with pytest.raises(RequestFailed):
+        worker.load(make_keys(1), worker.blocks_for(1))
+    assert daemon.metric("kvserver_failed_loads_total", instance_id="one") == 1
+    assert daemon.metric("kvserver_prefill_seconds_lost_total", instance_id="one") is None

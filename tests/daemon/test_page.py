@@ -327,6 +327,24 @@ def test_an_engine_whose_registration_was_refused_is_shown_with_the_reason(
     assert browser.text("#on-answer") == "In part: 1 of 2 engines runs without cache."
 
 
+def test_what_an_engine_does_not_report_is_named_and_no_zero(
+    browser: Browser, make_daemon: MakeDaemon, make_worker: MakeWorker
+) -> None:
+    daemon = make_daemon(history_seconds=600)
+    worker = make_worker(daemon, instance_id="sglang-1", connect_now=False)
+    worker.attach()
+    worker.register(engine="sglang", unreported=("requests", "blocks"))
+    worker.round_trip()
+    browser.open(daemon)
+    browser.wait_for_text("#help-answer", "Prompt tokens by source: not reported by this engine.")
+    (cells,) = rows(browser, "#engines").values()
+    assert "blocks of L0 and prompt tokens by source: not reported by this engine" in cells[0]
+    assert cells[4:6] == ["–", "–"]
+    for figure in ("not-computed", "gained", "prompt-tokens"):
+        assert browser.text(f"[data-figure={figure}]") == "–"
+    assert browser.text("#help-sources") == ""
+
+
 def test_the_answer_agrees_with_the_number_of_engines(
     browser: Browser, make_daemon: MakeDaemon, make_worker: MakeWorker
 ) -> None:

@@ -22,21 +22,24 @@ export function lately(history) {
   return history.seconds === 3600 ? "the last hour" : `the last ${duration(history.seconds)}`;
 }
 
-export function showHelp(history) {
+export function showHelp(history, instances) {
   const tokens = SOURCES.map((source) => history.sum(`prompt_tokens_${source.key}`));
   const all = tokens.reduce((sum, one) => sum + one, 0);
+  const unreported = !all && instances.length > 0 && instances.every((one) => one.requests.prompt_tokens === null);
   const [l0, l1, l2, computed] = tokens;
   const when = lately(history);
   setText("help-answer", all
     ? `${percent(l1 + l2, all)} of the prompt tokens of ${when} were loaded from L1 and L2. The engines had ${percent(l0, all)} themselves, and computed ${percent(computed, all)}.`
-    : `No prompt has ended in ${when}.`);
-  setList("help-figures", [tokens, ...saved(history), history.sum("hit_tokens"), history.sum("lookup_tokens")], () => [
+    : unreported
+      ? `Prompt tokens by source: not reported by ${instances.length === 1 ? "this engine" : "these engines"}. Lookups of ${when} found ${percent(history.sum("hit_tokens"), history.sum("lookup_tokens"))} of their tokens in L1.`
+      : `No prompt has ended in ${when}.`);
+  setList("help-figures", [tokens, unreported, ...saved(history), history.sum("hit_tokens"), history.sum("lookup_tokens")], () => [
     figure("Not computed", percent(all - computed, all), "of prompt tokens", "not-computed"),
     figure("Hit rate of L1", percent(history.sum("hit_tokens"), history.sum("lookup_tokens")), "of tokens looked up, before L2 is read", "hit-rate"),
-    figure("Prefill time gained", duration(Math.max(0, saved(history)[0])), `${duration(Math.max(0, saved(history)[1]))} lost by slow or failed loads`, "gained"),
-    figure("Prompt tokens", count(all), when, "prompt-tokens"),
+    figure("Prefill time gained", unreported ? "–" : duration(Math.max(0, saved(history)[0])), unreported ? "not reported" : `${duration(Math.max(0, saved(history)[1]))} lost by slow or failed loads`, "gained"),
+    figure("Prompt tokens", unreported ? "–" : count(all), unreported ? "not reported" : when, "prompt-tokens"),
   ]);
-  setList("help-sources", tokens, () => SOURCES.map((source, at) => sourceRow(source, tokens[at], all)));
+  setList("help-sources", [tokens, unreported], () => (unreported ? [] : SOURCES.map((source, at) => sourceRow(source, tokens[at], all))));
   drawCharts(history);
 }
 

@@ -58,7 +58,7 @@ async function show() {
   setText("ready", status.ready ? "Ready" : "Not ready");
   byId("ready").className = `mark ${status.ready ? "good" : "bad"}`;
   showOn(status, status.ready ? "" : (await getText("readyz")).trim());
-  showHelp(history);
+  showHelp(history, status.instances);
   showHealth(status, history, data);
   showMore(status, explained);
   if (!byId("definitions").hasChildNodes()) await showDefinitions();

@@ -56,15 +56,15 @@ function engines(status, states, refused) {
     [
       ...status.instances.map((instance, at) => {
         const load = instance.load ?? null;
-        const of = instance.requests.prompt_tokens;
+        const of = instance.requests.prompt_tokens ?? {};
         const all = Object.values(of).reduce((sum, tokens) => sum + tokens, 0);
         return [
           name(instance),
-          state(states[at].word, [states[at].why, load?.stale ? "its engine stats are old" : ""], states[at].on),
+          state(states[at].word, [states[at].why, unreported(instance), load?.stale ? "its engine stats are old" : ""], states[at].on),
           load ? exact(load.running) : none,
           load ? exact(load.waiting) : none,
           load ? percent(load.kv_cache_usage, 1) : none,
-          el("span", { title: exact(all) }, count(all)),
+          instance.requests.prompt_tokens ? el("span", { title: exact(all) }, count(all)) : none,
           percent(all - (of.computed ?? 0), all),
         ];
       }),
@@ -72,6 +72,13 @@ function engines(status, states, refused) {
       ...status.departed.map((one) => [name(one), state("Disconnected", [`${duration(one.gone_seconds)} ago`], null), none, none, none, none, none]),
     ],
   );
+}
+
+const UNREPORTED = { blocks: "blocks of L0", requests: "prompt tokens by source" };
+
+function unreported(instance) {
+  const what = (instance.unreported ?? []).map((one) => UNREPORTED[one] ?? one);
+  return what.length ? `${what.join(" and ")}: not reported by this engine` : "";
 }
 
 function name(one) {
