@@ -80,12 +80,12 @@ class Stage:
             )
             self.tree.init_cache_linker(self.linker)
 
-    def forget(self) -> None:
+    def forget(self, zero: bool = True) -> None:
         """As SGLang's flush, and zero all KV."""
         self.tree.reset()
         self.allocator.clear()
         self.next_pass()
-        for tensor in (*self.pool.k_buffer, *self.pool.v_buffer):
+        for tensor in (*self.pool.k_buffer, *self.pool.v_buffer) if zero else ():
             tensor.zero_()
 
     def close(self) -> None:
@@ -116,8 +116,14 @@ class Stage:
     def hit(self, request: Any) -> int:
         return int(self.match(request).host_hit_length)
 
+    def insert(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Insert slots into the tree, which stores their KV. Returns them."""
+        slots = self.allocator.alloc(len(tokens))
+        self.tree.insert(InsertParams(key=RadixKey(array("q", tokens)), value=slots))
+        return slots
+
     def compute(self, tokens: Sequence[int], seed: int = 0) -> torch.Tensor:
-        """Write KV, and insert it into the tree, which stores it. Returns its slots."""
+        """Write KV into new slots, and insert them."""
         slots = self.allocator.alloc(len(tokens))
         source = torch.Generator().manual_seed(seed)
         for tensor in (*self.pool.k_buffer, *self.pool.v_buffer):
