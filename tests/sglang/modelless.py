@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import os
 from array import array
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from engine_environment import ENVIRONMENT
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -23,6 +25,9 @@ from support.daemon import wait_until
 from kvserver.adapters.sglang import KVServerLinker
 
 PAGE = 32
+os.environ |= {
+    name: ENVIRONMENT[name] for name in ("PATH", "TORCH_EXTENSIONS_DIR")
+}  # SGLang's hash of pages is compiled
 # Tests compare what was found and loaded, also on a busy machine: no answer is late, and no rate bounds a load.
 EXTRA: dict[str, Any] = {
     "kvserver.load_share": 1000.0,
