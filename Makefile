@@ -91,10 +91,11 @@ demo: $(VENV)/.installed $(VENV_VLLM)/.installed
 	KVSERVER_BIN=$(CURDIR)/$(VENV)/bin/kvserver $(VENV_VLLM)/bin/python bench/demo.py $(ARGS)
 
 # The machine should do nothing else. Each benchmark prints what it needs of a peer.
-bench: $(VENV)/.installed $(VENV_VLLM)/.installed
+bench: $(VENV)/.installed $(VENV_VLLM)/.installed $(VENV_SGLANG)/.installed
 	for name in copier daemon rpc lookups index_memory overhead turns lifecycle match what_if l2 l2_memory l2_peer peers; do echo "== $$name"; $(VENV)/bin/python bench/$$name.py || exit 1; done
 	for name in hook groups walk; do echo "== $$name"; $(VENV_VLLM)/bin/python bench/$$name.py || exit 1; done
 	for name in engine l2_engine; do echo "== $$name"; KVSERVER_BIN=$(CURDIR)/$(VENV)/bin/kvserver $(VENV_VLLM)/bin/python bench/$$name.py || exit 1; done
+	echo "== sglang_engine"; KVSERVER_BIN=$(CURDIR)/$(VENV)/bin/kvserver $(VENV_SGLANG)/bin/python bench/sglang_engine.py
 
 test: test-core test-gpu-simulated
 	@if $(MAKE) $(VENV_VLLM)/.installed; then $(MAKE) test-vllm; \

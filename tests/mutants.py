@@ -1,6 +1,6 @@
 """Runs the deliberate faults of `mutants_of/`, each with the tests that must notice it. By hand, not in CI: README.md.
 
-    .venv/bin/python tests/mutants.py [--check] [--venv .venv|.venv-vllm] [--only WORD …]
+    .venv/bin/python tests/mutants.py [--check] [--venv .venv|.venv-vllm|.venv-sglang] [--only WORD …]
 
 An anchor is a symbol and a text that must be in it exactly once: `--check`, which CI runs, lists those that no longer fit.
 """
@@ -42,7 +42,9 @@ def run(venv: str, mutants: list[Mutant]) -> Counter[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="look only whether every anchor fits the code")
-    parser.add_argument("--venv", choices=(".venv", ".venv-vllm"), help="only those whose tests run there")
+    parser.add_argument(
+        "--venv", choices=(".venv", ".venv-vllm", ".venv-sglang"), help="only those whose tests run there"
+    )
     parser.add_argument("--only", nargs="+", default=[""], metavar="WORD", help="only those with this in name or file")
     options = parser.parse_args()
     if found := problems():

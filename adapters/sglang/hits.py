@@ -60,25 +60,27 @@ class RememberedHits:
 
     def pages(self, request_id: str, keys: Sequence[str]) -> int:
         """Count the pages that the daemon has, from the first on; 0 while that is not known."""
-        keys = keys[:MAX_CHUNKS]
+        if len(keys) > MAX_CHUNKS:
+            keys = keys[:MAX_CHUNKS]
         asked = self._asked.get(request_id)
-        if asked is not None and asked.hit_from(keys) is None:
+        hit = asked.hit_from(keys) if asked is not None else None
+        if asked is None or hit is None:
             self.forget(request_id)
-            asked = None
-        if asked is None:
             if self._begun >= MOST_BEGUN or not self._make_room():
                 return 0
-            asked = self._asked[request_id] = _Asked(Question(), list(keys))
+            asked, hit = _Asked(Question(), list(keys)), 0
+            self._asked[request_id] = asked
         asked.seen = self._pass
         self._asked.move_to_end(request_id)
-        question = asked.question
+        question, before = asked.question, asked.question.answer
         if self._lookups.must_send(question):
             if self._begun >= MOST_BEGUN:
-                return asked.hit_from(keys) or 0
+                return hit
             self._begun += 1
             packed = bytes.fromhex("".join(asked.keys))
             self._lookups.send(question, self._message(request_id, packed), _no_tail)
-        self._lookups.answer_to(question)
+        if self._lookups.answer_to(question) is before:
+            return hit
         return asked.hit_from(keys) or 0
 
     def _make_room(self) -> bool:

@@ -207,7 +207,7 @@ class Linker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def _pages(self, slots: torch.Tensor) -> list[int]:
         """The pages of these slots, which are whole pages in order."""
-        pages: list[int] = (slots[:: self._page_tokens] // self._page_tokens).tolist()
+        pages = [slot // self._page_tokens for slot in slots[:: self._page_tokens].tolist()]
         assert len(pages) * self._page_tokens == len(slots), "slots of whole pages"
         return pages
 

@@ -5,9 +5,11 @@ Run by `sglang_engines.py`. Standard output carries only answers; what SGLang pr
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
+import time
 from typing import Any
 
 
@@ -32,8 +34,10 @@ def op_generate(engine: Any, prompts: list[list[int]], max_tokens: int, salt: st
     """All prompts at once, to their end."""
     sampling = {"temperature": 0, "max_new_tokens": max_tokens, "ignore_eos": True}
     salts = [salt] * len(prompts) if salt else None
+    began = time.perf_counter()
     outputs = engine.generate(input_ids=prompts, sampling_params=sampling, return_logprob=True, cache_salt=salts)
     return {
+        "seconds": time.perf_counter() - began,
         "outputs": [
             {
                 "tokens": [token for _, token, _ in output["meta_info"]["output_token_logprobs"]],
@@ -41,8 +45,39 @@ def op_generate(engine: Any, prompts: list[list[int]], max_tokens: int, salt: st
                 "cached_tokens": output["meta_info"]["cached_tokens"],
             }
             for output in outputs
-        ]
+        ],
     }
+
+
+def op_decode(
+    engine: Any, prompts: list[list[int]], max_tokens: int, beside: list[list[int]], pause: float
+) -> dict[str, Any]:
+    """Seconds between the tokens of `prompts`, of which each decodes, while requests for one token of each of `beside` arrive."""
+    gaps: list[float] = []
+    cached: list[int] = []
+
+    async def decode(prompt: list[int]) -> None:
+        sampling = {"temperature": 0, "max_new_tokens": max_tokens, "ignore_eos": True}
+        last = 0.0
+        async for _ in await engine.async_generate(input_ids=prompt, sampling_params=sampling, stream=True):
+            now = time.perf_counter()
+            if last:
+                gaps.append(now - last)
+            last = now
+
+    async def arrive() -> None:
+        await asyncio.sleep(pause)
+        for prompt in beside:
+            sampling = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
+            output = await engine.async_generate(input_ids=prompt, sampling_params=sampling)
+            cached.append(output["meta_info"]["cached_tokens"])
+            await asyncio.sleep(pause)
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*map(decode, prompts), arrive())
+
+    engine.loop.run_until_complete(all_of_them())
+    return {"gaps": gaps, "cached": cached}
 
 
 def op_update(engine: Any, model: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A linker of which the last rank's loads fail."""
+"""Linkers of which the last rank fails: its loads, or its construction."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import Any
 
 from sglang.srt.runtime_context import get_parallel
 
+from kvserver.adapters.common.exporter import CannotShare
 from kvserver.adapters.sglang import KVServerLinker
+from kvserver.adapters.sglang.cache import RankCache
 from kvserver.adapters.sglang.loads import LoadEnd
 
 
@@ -14,3 +16,12 @@ class FailingRank(KVServerLinker):  # type: ignore[misc, valid-type]
     def _load(self, rid: str, transfers: list[Any]) -> tuple[int, LoadEnd]:
         copy_id, end = super()._load(rid, transfers)
         return copy_id, end if get_parallel().tp_rank == 0 else LoadEnd.FAILED
+
+
+class RefusedRank(KVServerLinker):  # type: ignore[misc, valid-type]
+    def _set_up(self, *args: Any) -> RankCache:
+        cache: RankCache = super()._set_up(*args)
+        if get_parallel().tp_rank == 0:
+            return cache
+        cache.close()
+        raise CannotShare("a test")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import os
 from array import array
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from engine_environment import ENVIRONMENT
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -23,6 +25,9 @@ from support.daemon import wait_until
 from kvserver.adapters.sglang import KVServerLinker
 
 PAGE = 32
+os.environ |= {
+    name: ENVIRONMENT[name] for name in ("PATH", "TORCH_EXTENSIONS_DIR")
+}  # SGLang's hash of pages is compiled
 # Tests compare what was found and loaded, also on a busy machine: no answer is late, and no rate bounds a load.
 EXTRA: dict[str, Any] = {
     "kvserver.load_share": 1000.0,
@@ -80,12 +85,12 @@ class Stage:
             )
             self.tree.init_cache_linker(self.linker)
 
-    def forget(self) -> None:
+    def forget(self, zero: bool = True) -> None:
         """As SGLang's flush, and zero all KV."""
         self.tree.reset()
         self.allocator.clear()
         self.next_pass()
-        for tensor in (*self.pool.k_buffer, *self.pool.v_buffer):
+        for tensor in (*self.pool.k_buffer, *self.pool.v_buffer) if zero else ():
             tensor.zero_()
 
     def close(self) -> None:
@@ -116,8 +121,14 @@ class Stage:
     def hit(self, request: Any) -> int:
         return int(self.match(request).host_hit_length)
 
+    def insert(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Insert slots into the tree, which stores their KV. Returns them."""
+        slots = self.allocator.alloc(len(tokens))
+        self.tree.insert(InsertParams(key=RadixKey(array("q", tokens)), value=slots))
+        return slots
+
     def compute(self, tokens: Sequence[int], seed: int = 0) -> torch.Tensor:
-        """Write KV, and insert it into the tree, which stores it. Returns its slots."""
+        """Write KV into new slots, and insert them."""
         slots = self.allocator.alloc(len(tokens))
         source = torch.Generator().manual_seed(seed)
         for tensor in (*self.pool.k_buffer, *self.pool.v_buffer):

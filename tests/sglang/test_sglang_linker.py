@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from support.daemon import Daemon, wait_until
 
 from kvserver.adapters.common.send_queue import OrderedSendQueue, SendQueue
 from kvserver.adapters.sglang import KVServerLinker
+from kvserver.adapters.sglang.loads import LoadEnd
+from kvserver.adapters.sglang.ranks import Ranks
 
 MakeStage = Callable[..., Stage]
 PROMPT = list(range(10, 10 + 15 * PAGE + 1))
@@ -23,10 +25,16 @@ WHOLE = 15 * PAGE
 
 
 @pytest.fixture
-def daemon() -> Iterator[Daemon]:
-    daemon = Daemon(l1_size="64MiB")
+def daemon(request: pytest.FixtureRequest) -> Iterator[Daemon]:
+    daemon = Daemon(l1_size="64MiB", pauses="paused" in request.fixturenames)
     yield daemon.start()
     daemon.close()
+
+
+@pytest.fixture
+def paused(daemon: Daemon) -> Daemon:
+    """The daemon, whose copies can be paused."""
+    return daemon
 
 
 @pytest.fixture
@@ -157,6 +165,84 @@ def test_a_load_behind_a_step_that_does_not_end_is_refused_and_found_again_once_
     step.end()
     assert engine.hit(request) == WHOLE
     assert torch.equal(engine.kv(engine.load(request)), engine.written)
+
+
+# ---- what storage has -------------------------------------------------------------------------
+
+
+def test_what_memory_has_is_found_at_once_and_what_storage_has_by_a_later_match(
+    stage: MakeStage, daemon: Daemon, tmp_path: Path
+) -> None:
+    """The fill begins with the first lookup. No match waits for it, and the request needs no other lookup."""
+    daemon.terminate()
+    daemon.flags["l2"] = f"file://{tmp_path}/l2?size=256MiB"
+    daemon.start()
+    engine = stage(extra={"kvserver.lookup_age_ms": 60_000})
+    wait_until(lambda: daemon.status()["l2"][0]["objects"] == WHOLE // PAGE, 20, "spilled")
+    daemon.terminate()
+    daemon.start()
+    wait_until(lambda: engine.next_pass() or [i for i in daemon.status()["instances"] if i["namespace"]], 20, "again")
+    engine.compute(PROMPT[: 4 * PAGE])
+    engine.wait_for_stores()
+    engine.forget()
+    request, lookups = engine.request(PROMPT), engine.linker.cache.counters["lookups"]
+    assert engine.hit(request) == 4 * PAGE
+    wait_until(lambda: engine.next_pass() or engine.hit(request) == WHOLE, 10, "what storage has")
+    assert engine.linker.cache.counters["lookups"] == lookups + 1
+    assert torch.equal(engine.kv(engine.load(request))[:, 4 * PAGE :], engine.written[:, 4 * PAGE :])
+
+
+# ---- loads that fail, here or on another rank ---------------------------------------------
+
+
+def test_slots_that_a_late_copy_may_write_are_not_free_until_the_copy_has_ended(
+    stage: MakeStage, paused: Daemon
+) -> None:
+    engine = stage(extra={"kvserver.load_wait_ms": 100})
+    free, request = engine.allocator.available_size(), engine.request(PROMPT)
+    assert engine.hit(request) == WHOLE
+    with paused.paused_copies():
+        assert len(engine.load(request)) == 0
+        engine.next_pass()
+        assert engine.allocator.available_size() == free - WHOLE
+    wait_until(lambda: engine.next_pass() or engine.allocator.available_size() == free, 10, "the slots")
+
+
+class OtherRank(Ranks):
+    """Beside this rank another one, which fails where `fails` is set."""
+
+    fails = False
+
+    def least(self, values: Sequence[int]) -> list[int]:
+        return [min(int(value), LoadEnd.FAILED if value > 1 else 0) if self.fails else int(value) for value in values]
+
+
+@pytest.fixture
+def other_rank(monkeypatch: pytest.MonkeyPatch) -> OtherRank:
+    ranks = OtherRank()
+    monkeypatch.setattr("kvserver.adapters.sglang.linker.ranks_of", lambda *args: ranks)
+    return ranks
+
+
+def test_a_load_that_another_rank_has_not_is_refused(stage: MakeStage, other_rank: OtherRank) -> None:
+    engine = stage()
+    free, request = engine.allocator.available_size(), engine.request(PROMPT)
+    assert engine.hit(request) == WHOLE
+    other_rank.fails = True
+    assert len(engine.load(request)) == 0
+    assert engine.allocator.available_size() == free
+
+
+def test_a_store_that_another_rank_has_not_begun_is_none(stage: MakeStage, other_rank: OtherRank) -> None:
+    engine = stage()
+    other_rank.fails = True
+    engine.compute(list(range(500, 500 + 4 * PAGE)))
+    assert not engine.tree.linker.pending_offloads
+    other_rank.fails = False
+    engine.compute(list(range(700, 700 + 4 * PAGE)))
+    engine.wait_for_stores()
+    engine.forget()
+    assert engine.hit(engine.request(list(range(700, 700 + 4 * PAGE + 1)))) == 4 * PAGE
 
 
 # ---- an SGLang that is not known ----------------------------------------------------------

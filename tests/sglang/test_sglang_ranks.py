@@ -42,3 +42,17 @@ def test_a_load_that_fails_on_one_rank_is_computed_on_all(engines: Engines, star
     assert [found["cached_tokens"] for found in warm] == [0, 0, 0]
     assert [found["tokens"] for found in warm] == [found["tokens"] for found in cold]
     assert daemon.status()["totals"]["loaded_bytes"] > 0, "rank 0 has loaded"
+
+
+def test_a_rank_that_is_refused_alone_costs_hits_only(engines: Engines, start_daemon: Start, prompt: Make) -> None:
+    engines.end("failing pair")
+    pair = engines.get("refused pair", linker=("failing_rank", "RefusedRank"), **PAIR)
+    start_daemon()
+    pair.wait_ready()
+    text = prompt(20, 500)
+    cold = pair.generate([text])[0]
+    pair.flush()
+    warm = pair.generate([text])[0]
+    assert [found["cached_tokens"] for found in (cold, warm)] == [0, 0]
+    assert warm["tokens"] == cold["tokens"]
+    assert pair.log.read_text().count("this engine runs without cache: a test") == 1

@@ -45,6 +45,8 @@ class Mutant:
     @property
     def venv(self) -> str:
         """The environment that its tests run in."""
+        if self.tests.startswith("sglang/"):
+            return ".venv-sglang"
         return ".venv-vllm" if "adapters/" in self.tests else ".venv"
 
     def source(self) -> str:
