@@ -56,6 +56,8 @@ class Rig:
         }
         self._chunk_bytes, self._block_tokens = chunk_bytes, block_tokens
         self.daemon = BenchDaemon(**self._flags)
+        while os.stat(f"{self._folder}/l1").st_blocks * 512 < (chunks + KEYS) * chunk_bytes:  # else L1 is smaller
+            time.sleep(0.1)
         self.worker = self._connect()
 
     def _connect(self) -> BenchWorker:
@@ -89,7 +91,7 @@ def seconds_until(worker: BenchWorker, message: bytes) -> float:
     """Seconds until all of the message's chunks are found."""
     began = time.perf_counter()
     while worker.lookup(message) < len(message) // KEY_BYTES and time.perf_counter() - began < WARM_SECONDS:
-        time.sleep(0.002)
+        time.sleep(0.02)
     return time.perf_counter() - began
 
 

@@ -8,7 +8,9 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +24,7 @@ from support.memory import two_groups
 from support.registration import identity
 from support.worker import Worker, make_keys
 
+from kvserver._native import HostRegion
 from kvserver.protocol import Durability, ObjectGroup
 from kvserver.restart import L1File
 
@@ -140,25 +143,41 @@ def test_memory_that_stays_is_named_by_the_last_line_and_by_doctor(kept: Daemon,
     assert f"rm {path} {state_of(path)} frees it" in text
 
 
+def huge_bytes(pid: int, file: Path) -> int:
+    """Memory of the file that this process maps by huge pages."""
+    maps = Path(f"/proc/{pid}/smaps").read_text()
+    mapped = re.search(rf" {file}\n.*?ShmemPmdMapped: +(\d+) kB", maps, re.DOTALL)
+    assert mapped
+    return int(mapped[1]) << 10
+
+
 @pytest.fixture
 def huge_folder(tmp_path: Path) -> Iterator[Path]:
     """A tmpfs that has huge pages on advice."""
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "huge=advise,size=64m,mode=700", "kvs", str(tmp_path)], capture_output=True
-    )
-    if mounted.returncode:
+    options = "huge=advise,size=64m,mode=700"
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "kvs", tmp_path], capture_output=True).returncode:
         pytest.skip("this user may not mount a tmpfs with huge pages")
-    yield tmp_path
-    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+    try:
+        yield tmp_path
+    finally:
+        subprocess.run(["umount", "-l", tmp_path], check=True)
 
 
 def test_tmpfs_that_has_huge_pages_on_advice_gives_them_to_l1(make_daemon: Make, huge_folder: Path) -> None:
-    daemon = make_daemon(l1_file=huge_folder / "l1", l1_size="32MiB")
+    probe, size = huge_folder / "probe", 32 << 20
+    probe.touch()
+    os.truncate(probe, size)
+    fd = os.open(probe, os.O_RDWR)
+    region = HostRegion(size, fd=fd)
+    os.close(fd)
+    if not region.populate(0, size) or huge_bytes(os.getpid(), probe) < size:
+        pytest.skip("the kernel has no 32 MiB of huge pages left for a tmpfs")
+    del region
+    probe.unlink()
+
+    daemon = make_daemon(l1_file=huge_folder / "l1", l1_size=size)
     assert daemon.process is not None
-    maps = Path(f"/proc/{daemon.process.pid}/smaps").read_text()
-    mapped = re.search(rf" {huge_folder}/l1\n.*?ShmemPmdMapped: +(\d+) kB", maps, re.DOTALL)
-    assert mapped
-    assert int(mapped[1]) >= 16 << 10
+    assert huge_bytes(daemon.process.pid, huge_folder / "l1") >= size // 2
     prompt = store_prompt(daemon)
     restart(daemon)
     assert hits(daemon, prompt) == 3
@@ -303,7 +322,94 @@ def test_replaced_file_begins_empty(kept: Daemon, path: Path) -> None:
     assert hits(kept, prompt) == 0
 
 
-@pytest.mark.parametrize("rounds", [10, pytest.param(200, marks=pytest.mark.long)])
+class Steps:
+    """Daemons that die at a step of a restart: `support/killed_restart.py`."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        self.daemon, self._report = daemon, daemon.folder / "steps"
+        self._program = daemon.program
+
+    def end(self, number: int) -> int:
+        """Start the daemon, and end it by SIGTERM, at which it dies at this step. Returns its exit code."""
+        self.daemon.program, self.daemon.env = STEPWISE, self._env(f"end:{number}")
+        start(self.daemon)
+        self.daemon.program, self.daemon.env = self._program, {}
+        assert self.daemon.process is not None
+        self.daemon.process.terminate()
+        return self.daemon.process.wait(60)
+
+    def start(self, number: int) -> None:
+        """Start a daemon that dies at this step."""
+        daemon = self.daemon
+        daemon.program, env = STEPWISE, os.environ | self._env(f"start:{number}")
+        ended = subprocess.run(daemon.command(), env=env, capture_output=True, timeout=60)
+        daemon.program = self._program
+        assert ended.returncode == -signal.SIGKILL, ended.stderr
+
+    def count(self) -> tuple[int, int]:
+        """Steps of a start and of an end. REQUIRES: the daemon has ended, and left chunks; it runs afterwards."""
+        self.daemon.program, self.daemon.env = STEPWISE, self._env("start:0")
+        start(self.daemon)
+        assert self.daemon.terminate() == 0
+        assert self.end(0) == 0
+        self.daemon.start()
+        wait_until(lambda: len(self._report.read_text().splitlines()) == 2, what="both are counted")
+        first, last = (line.split() for line in self._report.read_text().splitlines())
+        assert (first[0], last[0]) == ("start", "end")
+        return int(first[1]), int(last[1])
+
+    def _env(self, step: str) -> dict[str, str]:
+        return {"KVSERVER_TEST_STEP": step, "KVSERVER_TEST_STEPS": str(self._report)}
+
+
+STEPWISE = (sys.executable, str(Path(__file__).parent.parent / "support" / "killed_restart.py"))
+
+
+@pytest.mark.parametrize("rounds", [6, pytest.param(200, marks=pytest.mark.long)])
+def test_kill_at_each_step_of_a_restart_keeps_all_chunks_or_none(kept: Daemon, path: Path, rounds: int) -> None:
+    steps, each, source = Steps(kept), rounds // 2, random.Random(rounds)
+    prompts = [store_prompt(kept, 15) for _ in range(4)]
+    assert kept.terminate() == 0
+    of_start, of_end = steps.count()
+    outcomes = set()
+    for number in range(rounds):
+        begin, end = number % 2 == 0, number % 2 == 1
+        total = of_start if begin else of_end
+        at = 1 + min(total - 1, int((number // 2 + source.random()) * total / each))
+        assert kept.terminate() == 0
+        if begin:
+            steps.start(at)
+        else:
+            assert steps.end(at) == -signal.SIGKILL
+        left = state_of(path).exists()
+        start(kept)
+        found = [hits(kept, prompt) for prompt in prompts]
+        assert found == [15 * left] * 4, f"killed at step {at} of {total} of the {'start' if begin else 'end'}"
+        assert not path.with_name(f"{path.name}.state.new").exists()
+        kept.audit()
+        outcomes.add((end, left))
+        if not left:
+            prompts = [store_prompt(kept, 15) for _ in range(4)]
+    assert rounds < 200 or len(outcomes) == 4, "both ends of both phases"
+
+
+def test_state_of_another_format_is_not_read_by_an_older_or_newer_daemon(kept: Daemon, path: Path) -> None:
+    older = kept.program
+    for program, env, text in [
+        (STEPWISE, {"KVSERVER_TEST_FORMAT": "2"}, "it is of format 1, and this daemon has format 2"),
+        (older, {}, "it is of format 2, and this daemon has format 1"),
+    ]:
+        prompt = store_prompt(kept)
+        assert kept.terminate() == 0
+        assert state_of(path).exists()
+        kept.program, kept.env = program, env
+        start(kept)
+        assert f"L1 begins empty: {path}.state: {text}" in kept.log
+        assert hits(kept, prompt) == 0
+        kept.audit()
+
+
+@pytest.mark.parametrize("rounds", [4, pytest.param(40, marks=pytest.mark.long)])
 def test_kill_while_a_state_is_written_or_adopted_leads_to_no_wrong_byte(kept: Daemon, path: Path, rounds: int) -> None:
     source, prompts = random.Random(rounds), [store_prompt(kept, 15) for _ in range(8)]
     for number in range(rounds):
