@@ -27,17 +27,18 @@ class LoadEnd(enum.IntEnum):
     LOADED = 2
 
 
-def load(half: WorkerHalf, spec: LoadSpec, seconds: float, faults: Faults) -> LoadEnd:
-    """Copy the pages. Returns after `seconds`, and what a cancel takes, at most."""
+def load(half: WorkerHalf, specs: list[LoadSpec], seconds: float, faults: Faults) -> LoadEnd:
+    """Copy the objects of all groups. Returns after `seconds`, and what a cancel takes, at most."""
     with faults.guarded("a load"):
-        if _wait(half, spec, seconds):
+        if _wait(half, specs, seconds):
             return LoadEnd.LOADED
-    return LoadEnd.STILL_WRITTEN if half.is_in_flight(spec.copy_id) else LoadEnd.FAILED
+    still = any(half.is_in_flight(spec.copy_id) for spec in specs)
+    return LoadEnd.STILL_WRITTEN if still else LoadEnd.FAILED
 
 
-def _wait(half: WorkerHalf, spec: LoadSpec, seconds: float) -> bool:
+def _wait(half: WorkerHalf, specs: list[LoadSpec], seconds: float) -> bool:
     deadline = time.monotonic() + seconds
-    plan = StepPlan(loads=[spec])
+    plan, spec = StepPlan(loads=specs), specs[0]
     half.load_ends.take_finished()  # of an earlier load of the same request, whose wait was over before
     half.begin_step(spec.copy_id)
     half.start_loads(plan)
@@ -49,6 +50,7 @@ def _wait(half: WorkerHalf, spec: LoadSpec, seconds: float) -> bool:
             return spec.request_id not in failed
         if now >= deadline and not given_up:
             given_up = True
-            half.give_up(spec.copy_id)
+            for each in specs:
+                half.give_up(each.copy_id)
         half.poll(idle=True)
     return False
