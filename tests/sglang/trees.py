@@ -6,6 +6,7 @@ Each row of each pool has bytes that its key determines, so wrong KV is seen whe
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from array import array
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from engine_environment import ENVIRONMENT
 from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateDType, Mamba2StateShape
 from sglang.srt.managers.schedule_batch import ReqKvInfo
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
@@ -40,6 +42,7 @@ from support.daemon import wait_until
 from kvserver.adapters.sglang import KVServerLinker
 from kvserver.adapters.sglang.pools import MAMBA, SWA, Pool, pools_of
 
+os.environ.update({name: ENVIRONMENT[name] for name in ("PATH", "TORCH_EXTENSIONS_DIR")})  # SGLang compiles its hash
 PAGE = 64  # the indexer of DSA insists on it
 TOKENS, WINDOW_TOKENS, STATES = 40 * PAGE, 24 * PAGE, 12
 WINDOW = 3 * PAGE - 10
@@ -160,17 +163,22 @@ class Tree:
     def compute(self, tokens: Sequence[int], *, passed: int = 0, seconds: float = 20) -> None:
         """Insert a computed prompt of whole pages, and wait for its store. The window has passed its first `passed` pages."""
         allocator, keys = self.params.token_to_kv_pool_allocator, hashes(tokens)
-        insert = InsertParams(key=RadixKey(array("q", tokens)))
+        found = self.cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens))))
+        own, first = found.device_prefix_len, found.device_prefix_len // PAGE
+        if own == len(tokens):
+            return
+        insert = InsertParams(key=RadixKey(array("q", tokens)), prev_prefix_len=own)
         if SWA in self.pools:
-            full = allocator.full_attn_allocator.alloc(len(tokens))
+            passed = max(passed, first)
+            new = allocator.full_attn_allocator.alloc(len(tokens) - own)
             windows = allocator.swa_attn_allocator.alloc(len(tokens) - passed * PAGE)
-            allocator.set_full_to_swa_mapping(full[passed * PAGE :], windows)
+            allocator.set_full_to_swa_mapping(new[passed * PAGE - own :], windows)
             self.write(self.pools[SWA], rows_of(windows), keys[passed:])
             insert.set_evicted_seqlen(ComponentType.SWA, passed * PAGE)
         else:
-            full = allocator.alloc(len(tokens))
-        self.write(self.pools["kv"], rows_of(full), keys)
-        insert.value = full
+            new = allocator.alloc(len(tokens) - own)
+        self.write(self.pools["kv"], rows_of(new), keys[first:])
+        insert.value = torch.cat([self.cache.path_device_indices(found.last_device_node)[:own], new])
         if MAMBA in self.pools:
             insert.mamba_value = self.params.req_to_token_pool.mamba_allocator.alloc(1)
             self.write(self.pools[MAMBA], insert.mamba_value.tolist(), keys[-1:])
@@ -205,9 +213,8 @@ class Tree:
         request, found = self._match(tokens)
         if not found.host_hit_length:
             return 0, []
-        loaded, _ = self.cache.init_load_back(
-            InitLoadBackParams(found.best_match_node, found.host_hit_length, req=request)
-        )
+        load = InitLoadBackParams(found.best_match_node, found.host_hit_length, req=request)
+        loaded, _ = self.cache.init_load_back(load)
         if not loaded:
             return 0, []
         slots = self.cache.linker.private_load_indices[request.rid]
@@ -221,7 +228,16 @@ class Tree:
             wrong += self.wrong(self.pools[SWA], rows_of(windows), keys[end - len(needed) // PAGE : end])
         if MAMBA in self.pools:
             wrong += self.wrong(self.pools[MAMBA], [int(request.kv.mamba_pool_idx)], keys[end - 1 : end])
+        self.cache.linker.finish_loads()
+        self.params.token_to_kv_pool_allocator.free(slots)
+        if MAMBA in self.pools:
+            self.params.req_to_token_pool.mamba_allocator.free(request.kv.mamba_pool_idx.reshape(1))
         return loaded, wrong
+
+    def flush(self) -> None:
+        self.cache.reset()
+        self.params.req_to_token_pool.clear()
+        self.params.token_to_kv_pool_allocator.clear()
 
 
 def rows_of(slots: torch.Tensor) -> list[int]:
