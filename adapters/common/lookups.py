@@ -30,6 +30,7 @@ class Answer:
     tail_blocks: int = 0  # behind these chunks
     timed_out: bool = False  # the daemon did not answer in time: a miss
     l2_chunks: int = 0  # of the hit: read from L2 for it
+    boundaries: tuple[int, ...] = ()  # at which a load can end, if the lookup wanted them
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -153,8 +154,9 @@ class Lookups:
 
     def _answer(self, question: Question, found: LookupReply) -> None:
         question.answer = Answer(
-            found.hit_chunks, time.monotonic(), found.full_chunks, found.tail_blocks, l2_chunks=found.l2_chunks
-        )
+            found.hit_chunks, time.monotonic(), found.full_chunks, found.tail_blocks, l2_chunks=found.l2_chunks,
+            boundaries=found.boundaries,
+        )  # fmt: skip
         self._counters["lookup_hits"] += found.hit_chunks != 0 or found.tail_blocks != 0
 
     def forgo(self, question: Question) -> None:

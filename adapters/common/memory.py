@@ -56,12 +56,13 @@ def share(
     groups: Sequence[Sequence[str]] = (),
     make_exporter: MakeExporter | None = None,
     may_move: bool = True,
+    group_blocks: Sequence[int] = (),
 ) -> SharedCaches:
     """Share all layers' storages. CannotShare or UnsupportedLayout before anything was moved.
 
     `block_dimension` counts blocks in each layer's tensor; None where only shapes can show it. `groups` are the layers of
     each KV cache group; those of several groups may lie in the same memory. None = all are of one. `make_exporter`: by the tensors' device, unless given.
-    `may_move`: the engine has captured no address of CPU memory.
+    `may_move`: the engine has captured no address of CPU memory. `group_blocks`: blocks of each group, where they differ.
     """
     for name, tensor in kv_caches.items():
         if not isinstance(tensor, torch.Tensor):
@@ -72,12 +73,13 @@ def share(
     planes: list[Plane] = []
     texts: list[str] = []
     for group, layers in enumerate(_layers_of_groups(kv_caches, groups)):
+        blocks = group_blocks[group] if group_blocks else num_blocks
         pieces = in_slot_order(
-            tensor_planes(tensor, num_blocks, *_place_in(exporter.windows, tensor), block_dimension)
+            tensor_planes(tensor, blocks, *_place_in(exporter.windows, tensor), block_dimension)
             for tensor in layers.values()
         )
-        planes += [msgspec.structs.replace(plane, group=group) for plane in merge(pieces, num_blocks)]
-        texts += [describe(name, tensor, num_blocks, block_dimension) for name, tensor in layers.items()]
+        planes += [msgspec.structs.replace(plane, group=group) for plane in merge(pieces, blocks)]
+        texts += [describe(name, tensor, blocks, block_dimension) for name, tensor in layers.items()]
         texts.append(describe_order(pieces))
     layout = hashlib.sha256(";".join(texts).encode()).hexdigest()
     exported = exporter.export()

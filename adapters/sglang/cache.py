@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 
 from kvserver._native import pack_blocks
 from kvserver.adapters.common.dispatcher import Dispatcher
@@ -32,13 +33,30 @@ from kvserver.protocol import DescribeScheduler, HelloReply, Lookup
 _SHUT_SECONDS = 1.0
 
 
+@dataclass(frozen=True)
+class Part:
+    """The part of a copy that one object group has: keys, and a row of the group's pool for each."""
+
+    group: int
+    keys: list[str]
+    rows: list[int]
+
+
+@dataclass(eq=False, slots=True)
+class _Store:
+    open: set[int]  # copies under way
+    whole: bool = True
+
+
 class RankCache:
     """REQUIRES: `links` are started: of the scheduler's messages, and of the rank's memory."""
 
     def __init__(
         self, settings: SGLangSettings, names: EngineNames, links: tuple[Link, Link], rank: Rank, send_queue: SendQueue,
-        faults: Faults, page_tokens: int,
+        faults: Faults, page_tokens: int, groups: int = 1,
     ) -> None:  # fmt: skip
+        """`groups`: the number of the engine's object groups; the first is of full attention."""
+        self._groups = groups
         self.counters: Counter[str] = Counter()
         self._names, self._page_tokens, self._faults = names, page_tokens, faults
         self._link, worker_link = links
@@ -54,7 +72,7 @@ class RankCache:
         self._epochs = WeightEpochs(names.incarnation, settings.on_prefix_reset)
         self._failed = FailedLoads()
         self._last_copy = 0
-        self._stores: dict[int, bool | None] = {}  # by copy, the oldest first; once it has ended, whether it is whole
+        self._stores: list[_Store] = []  # the oldest first
 
     def next_pass(self) -> None:
         for part in (self._introduction.send, self._hits.next_pass, self._budget.pass_ends, self._collect):
@@ -70,9 +88,16 @@ class RankCache:
 
     # ---- lookups and loads --------------------------------------------------------------------
 
-    def lookup(self, request_id: str, keys: list[str]) -> int:
-        """Count the pages that are worth a load, from the first on."""
-        pages = self._budget.affordable(self._hits.pages(request_id, keys))
+    def lookup(self, request_id: str, keys: list[str]) -> Sequence[int]:
+        """The numbers of pages, from the first on, that are worth a load and can be loaded. Ascending."""
+        if self._groups == 1:
+            return range(1, self._worth_loading(keys, self._hits.pages(request_id, keys)) + 1)
+        found = self._hits.boundaries(request_id, keys)
+        most = self._worth_loading(keys, found[-1]) if found else 0
+        return [pages for pages in found if pages <= most]
+
+    def _worth_loading(self, keys: list[str], pages: int) -> int:
+        pages = self._budget.affordable(pages)
         return self._failed.leading(self._epochs.variant, _packed(keys[:pages])) if self._failed else pages
 
     def _lookup_message(self, request_id: str, keys: bytes) -> Lookup:
@@ -85,23 +110,30 @@ class RankCache:
             keys,
             epochs.variant,
             durability=epochs.durability,
+            boundaries=self._groups > 1,
         )
 
-    def load(self, request_id: str, keys: list[str], pages: list[int]) -> tuple[int, LoadEnd]:
-        """The number of the copy, and its end."""
+    def load(self, request_id: str, parts: list[Part]) -> tuple[list[int], LoadEnd]:
+        """The numbers of the copies, and their end. REQUIRES: the first part is of full attention."""
         self._hits.forget(request_id)
-        spec = LoadSpec(
-            self._next_copy(), request_id, self._epochs.variant, CHUNK_PAGES, _packed(keys), pack_blocks(pages),
-            skip_blocks=0, tokens=len(pages) * self._page_tokens, durability=self._epochs.durability,
-        )  # fmt: skip
-        end, seconds = load(self._half, spec, self._budget.seconds(len(pages)), self._own_work_seconds, self._faults)
+        pages = len(parts[0].rows)
+        specs = [
+            LoadSpec(
+                self._next_copy(), request_id, self._epochs.variant, CHUNK_PAGES, _packed(part.keys),
+                pack_blocks(part.rows), skip_blocks=0, group=part.group, tokens=pages * self._page_tokens,
+                copies=len(parts), durability=self._epochs.durability,
+            )
+            for part in parts
+        ]  # fmt: skip
+        end, seconds = load(self._half, specs, self._budget.seconds(pages), self._own_work_seconds, self._faults)
         with self._faults.guarded("the end of a load"):
             if end is not LoadEnd.NOT_BEGUN:
-                self._budget.copied(len(pages), seconds)  # of a load that failed: more than was copied
+                self._budget.copied(pages, seconds)  # of a load that failed: more than was copied
             if end < LoadEnd.NOT_BEGUN:
-                self._failed.failed(spec)
+                for spec in specs:
+                    self._failed.failed(spec)
             self._collect()
-        return spec.copy_id, end
+        return [spec.copy_id for spec in specs], end
 
     def is_in_flight(self, copy_id: int) -> bool:
         return self._half.is_in_flight(copy_id)
@@ -111,44 +143,52 @@ class RankCache:
 
     # ---- stores -------------------------------------------------------------------------------
 
-    def store(self, keys: list[str], pages: list[int]) -> bool:
+    def store(self, parts: list[Part]) -> bool:
         """Begin a store; False if there is no daemon to store in."""
-        self._budget.computed(len(pages))
-        number = self._next_copy()
-        spec = StoreSpec(
-            number, f"store-{number}", self._epochs.variant, CHUNK_PAGES, _packed(keys), pack_blocks(pages),
-            durability=self._epochs.durability, step=number,
-        )  # fmt: skip
-        self._half.begin_step(number)
-        plan = StepPlan(stores=[spec])
-        self._half.start_stores(plan)
-        if not self._half.is_in_flight(number):
+        self._budget.computed(len(parts[0].rows))
+        numbers = [self._next_copy() for _ in parts]
+        specs = [
+            StoreSpec(
+                number, f"store-{numbers[0]}", self._epochs.variant, CHUNK_PAGES, _packed(part.keys),
+                pack_blocks(part.rows), group=part.group, durability=self._epochs.durability, step=numbers[0],
+            )
+            for number, part in zip(numbers, parts, strict=True)
+        ]  # fmt: skip
+        self._half.begin_step(numbers[0])
+        self._half.start_stores(StepPlan(stores=specs))
+        begun = {number for number in numbers if self._half.is_in_flight(number)}
+        if len(begun) < len(numbers):
+            self._cancel(begun)
             return False
-        self._stores[number] = None
+        self._stores.append(_Store(begun))
         return True
 
     def drop_newest_store(self) -> None:
         """Cancel the store that was begun last: another rank has begun none."""
-        number = next(reversed(self._stores))
-        del self._stores[number]
-        self._half.start_loads(StepPlan(abort_stores=[number]))
+        self._cancel(self._stores.pop().open)
+
+    def _cancel(self, copies: Iterable[int]) -> None:
+        self._half.start_loads(StepPlan(abort_stores=list(copies)))
+
+    def _cancel_stores(self) -> None:
+        self._cancel(number for store in self._stores for number in store.open)
 
     def stores_ended(self) -> int:
         """Count the stores that have ended, from the oldest on."""
-        return sum(1 for _ in itertools.takewhile(lambda whole: whole is not None, self._stores.values()))
+        return sum(1 for _ in itertools.takewhile(lambda store: not store.open, self._stores))
 
     def pop_store(self) -> bool:
-        """Take the oldest store: True if all its pages are in the daemon. REQUIRES: it has ended."""
-        return bool(self._stores.pop(next(iter(self._stores))))
+        """Take the oldest store: True if all its objects are in the daemon. REQUIRES: it has ended."""
+        return self._stores.pop(0).whole
 
     def _collect(self) -> None:
         self._half.poll(idle=False)
         self._half.take_seconds()  # no metrics of SGLang's have them yet
         if (report := self._half.take_report()) is not None:
-            incomplete = set(report.incomplete_stores)
-            for number in report.ended_stores:
-                if number in self._stores:
-                    self._stores[number] = number not in incomplete
+            ended, incomplete = set(report.ended_stores), set(report.incomplete_stores)
+            for store in self._stores:
+                store.whole = store.whole and not store.open & incomplete
+                store.open -= ended
 
     def _next_copy(self) -> int:
         self._last_copy += 1
@@ -158,7 +198,7 @@ class RankCache:
 
     def reset(self) -> None:
         """Cancel what is under way: the daemon publishes no store that was cancelled."""
-        self._half.start_loads(StepPlan(abort_stores=list(self._stores)))
+        self._cancel_stores()
         self._stores.clear()
         self._hits.forget_all()
         self._epochs.reset()
@@ -167,7 +207,7 @@ class RankCache:
 
     def weights_updated(self) -> None:
         """Weights are about to change. SGLang keeps the stores under way, which end as incomplete ones."""
-        self._half.start_loads(StepPlan(abort_stores=list(self._stores)))
+        self._cancel_stores()
         self._hits.forget_all()
         self._epochs.weights_updated()
         self._introduction.again()

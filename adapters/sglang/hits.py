@@ -93,6 +93,18 @@ class RememberedHits:
         self.forget(request_id)
         return True
 
+    def boundaries(self, request_id: str, keys: Sequence[str]) -> Sequence[int]:
+        """As pages(), the numbers of first pages that can be loaded: of an engine with windows or states, not all up to the greatest."""
+        pages = self.pages(request_id, keys)
+        asked = self._asked.get(request_id)
+        if not pages or asked is None or asked.question.answer is None:
+            return ()
+        before = asked.keys.index(keys[0])  # pages that SGLang itself has by now
+        found = asked.question.answer.boundaries or (
+            asked.question.answer.hit_chunks,
+        )  # of an older daemon: the greatest
+        return [boundary - before for boundary in found if before < boundary <= before + pages]
+
     def forget(self, request_id: str) -> None:
         if (asked := self._asked.pop(request_id, None)) is not None:
             self._lookups.drop_question(asked.question)

@@ -1,8 +1,8 @@
 """Slots of SGLang's that a load may still write after the wait for it has ended.
 
 SGLang frees the slots of a refused load at once. A daemon that was stopped in the middle of a copy goes on writing when it
-continues. So these slots must not be used until the copy has ended. They are taken out of the refused transfer, and belong to
-`KeptSlots` until it returns them to SGLang's allocator. SGLang's idle check would take them for a leak and end the engine, so the
+continues. So these slots must not be used until the copies have ended. They are taken out of the refused transfers, and belong to
+`KeptSlots` until it returns them to SGLang's allocators. SGLang's idle check would take them for a leak and end the engine, so the
 check only warns meanwhile.
 
 Owns: those slots. Refuses to know: when a copy has ended.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,32 +20,50 @@ import torch
 _STRICT = "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE"
 
 
+@dataclass(frozen=True)
+class Allocator:
+    """SGLang's allocator of one pool. It has a list of free pages, or of free states."""
+
+    of: Any
+    row_slots: int
+
+    def take_out(self, slots: torch.Tensor) -> None:
+        name = "free_slots" if hasattr(self.of, "free_slots") else "free_pages"
+        free = getattr(self.of, name)
+        setattr(self.of, name, free[~torch.isin(free, slots // self.row_slots)])
+
+
+@dataclass(frozen=True)
+class _Kept:
+    copies: tuple[int, ...]  # that may write the slots
+    slots: list[tuple[Allocator, torch.Tensor]]
+
+
 class KeptSlots:
-    def __init__(self, allocator: Any, page_tokens: int) -> None:
-        self._allocator = allocator
-        self._page_tokens = page_tokens
-        self._kept: list[tuple[int, torch.Tensor]] = []  # the number of the copy that may write them, and the slots
+    def __init__(self) -> None:
+        self._kept: list[_Kept] = []
         self._flushed = False
         self._strict: str | None = None  # the operator's setting
 
     @property
-    def copies(self) -> list[int]:
-        """The numbers of the copies, in the order in which their slots were kept."""
-        return [copy_id for copy_id, _ in self._kept]
+    def copies(self) -> list[tuple[int, ...]]:
+        """The numbers of each load's copies, in the order in which its slots were kept."""
+        return [kept.copies for kept in self._kept]
 
-    def keep(self, copy_id: int, slots: torch.Tensor) -> None:
+    def keep(self, copies: Sequence[int], slots: Sequence[tuple[Allocator, torch.Tensor]]) -> None:
         if not self._kept:
             self._strict = os.environ.get(_STRICT)
             os.environ[_STRICT] = "false"
-        self._kept.append((copy_id, slots))
+        self._kept.append(_Kept(tuple(copies), list(slots)))
 
     def release(self, ended: Sequence[bool]) -> None:
-        """Return slots to SGLang. `ended`: by copy, as `copies` has them."""
+        """Return slots to SGLang. `ended`: by load, as `copies` has them."""
         self.hold_back()
-        was_empty, over = not self._kept, [slots for (_, slots), end in zip(self._kept, ended, strict=True) if end]
+        was_empty, over = not self._kept, [kept for kept, end in zip(self._kept, ended, strict=True) if end]
         self._kept = [kept for kept, end in zip(self._kept, ended, strict=True) if not end]
-        for slots in over:
-            self._allocator.free(slots)
+        for kept in over:
+            for allocator, slots in kept.slots:
+                allocator.of.free(slots)
         if not self._kept and not was_empty:
             if self._strict is None:
                 del os.environ[_STRICT]
@@ -57,8 +76,8 @@ class KeptSlots:
 
     def hold_back(self) -> None:
         """Take the slots out of the free ones again, where a flush has put them. REQUIRES: nothing was allocated since the flush."""
-        if self._flushed and self._kept:
-            pages = torch.cat([slots for _, slots in self._kept]) // self._page_tokens
-            free = self._allocator.free_pages
-            self._allocator.free_pages = free[~torch.isin(free, pages)]
+        if self._flushed:
+            for kept in self._kept:
+                for allocator, slots in kept.slots:
+                    allocator.take_out(slots)
         self._flushed = False

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import sglang
-import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter, UnifiedCacheLinker
 from sglang.srt.mem_cache.utils import get_hash_str
@@ -25,12 +24,12 @@ from kvserver.adapters.common.log import log
 from kvserver.adapters.common.planes import UnsupportedLayout
 from kvserver.adapters.common.send_queue import DirectSendQueue, OrderedSendQueue, SendQueue
 from kvserver.adapters.common.settings import read_settings
-from kvserver.adapters.sglang.cache import RankCache
+from kvserver.adapters.sglang.cache import Part, RankCache
 from kvserver.adapters.sglang.contract import differences, without_cache
-from kvserver.adapters.sglang.kept_slots import KeptSlots
+from kvserver.adapters.sglang.kept_slots import Allocator, KeptSlots
 from kvserver.adapters.sglang.loads import LoadEnd
 from kvserver.adapters.sglang.names import names_of
-from kvserver.adapters.sglang.pools import pool_of
+from kvserver.adapters.sglang.pools import pools_of
 from kvserver.adapters.sglang.ranks import Ranks, ranks_of
 from kvserver.adapters.sglang.registration import PoolRegistration
 from kvserver.adapters.sglang.settings import SGLangSettings
@@ -76,9 +75,12 @@ class Linker(UnifiedCacheLinker):  # type: ignore[misc]
         self.forward_stream = forward_stream
         self.layer_done_counter = LayerWiseLoadCounter(0)  # no layer waits: a load is over before its batch begins
         allocator = params.token_to_kv_pool_allocator
-        self.pools = {PoolName.KV: allocator.get_kvcache()}
+        # SGLang looks for names here: it has no windows loaded, and none stored, where there is no "swa".
+        self.pools: dict[Any, Any] = {PoolName.KV: allocator.get_kvcache()}
         self._page_tokens = int(params.page_size)
-        self._kept_slots = KeptSlots(allocator, self._page_tokens)
+        self._groups: dict[str, int] = {}  # by the names of transfers
+        self._allocators: list[Allocator] = []  # by group
+        self._kept_slots = KeptSlots()
         # SGLang compiles this when it is first used, for any linker. Without a compiler its first request would end the engine: better now.
         get_hash_str([0], None, page_size=1)
         self._ranks = Ranks()
@@ -96,7 +98,7 @@ class Linker(UnifiedCacheLinker):  # type: ignore[misc]
             if not all(self._ranks.least([why is None])):  # else one rank would wait for another in a reduction
                 why = why or "another rank of it does"
             if why is None:
-                self.cache = self._set_up(server_args, allocator.get_kvcache(), extra_config)
+                self.cache = self._set_up(server_args, params, extra_config)
         except (UnsupportedLayout, CannotShare, ValueError) as reason:  # ValueError: of a setting
             why = str(reason)
         except Exception as error:
@@ -105,16 +107,20 @@ class Linker(UnifiedCacheLinker):  # type: ignore[misc]
         if why is not None:
             log.warning("kvserver: this engine runs without cache: %s", why)
 
-    def _set_up(self, server_args: Any, kvcache: Any, extra_config: dict[str, Any]) -> RankCache:
+    def _set_up(self, server_args: Any, params: Any, extra_config: dict[str, Any]) -> RankCache:
         settings = read_settings(SGLangSettings, extra_config)
         names = names_of(server_args, settings, self._ranks, get_parallel().dp_rank)
-        pool = pool_of(kvcache, self._page_tokens)
-        registration = PoolRegistration(settings, names, self._ranks, pool, server_args)
+        pools = pools_of(params, self._page_tokens)
+        self._groups = {pool.name: number for number, pool in enumerate(pools)}
+        self._allocators = [Allocator(pool.allocator, pool.row_slots) for pool in pools]
+        registration = PoolRegistration(settings, names, self._ranks, pools, self._page_tokens, server_args)
         links = Link(settings.endpoint, "scheduler"), registration.link()
         for link in links:
             link.start(settings.connect_timeout_ms / 1000)
         queue = self._send_queue(registration.on_gpu)
-        return RankCache(settings, names, links, registration.rank, queue, self.faults, self._page_tokens)
+        cache = RankCache(settings, names, links, registration.rank, queue, self.faults, self._page_tokens, len(pools))
+        self.pools |= {PoolName(pool.name): pool for pool in pools[1:]}
+        return cache
 
     def _send_queue(self, on_gpu: bool) -> SendQueue:
         """On a GPU messages wait for what the engine has queued on the pages, on the scheduler's stream and on the forward's."""
@@ -124,26 +130,26 @@ class Linker(UnifiedCacheLinker):  # type: ignore[misc]
 
     @fenced(list)
     def lookup(self, cache: RankCache, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        keys = _only(transfers).keys
-        hit = cache.lookup(rid, keys) if keys else 0
-        if self._ranks.size == 1:
-            return [hit] if hit else []  # SGLang takes the longest one
-        return list(range(1, hit + 1))  # and of several ranks the longest that all have
+        if {transfer.name for transfer in transfers} != self._groups.keys() or not (keys := transfers[0].keys):
+            return []
+        found = cache.lookup(rid, keys)
+        # SGLang takes the longest one, and of several ranks the longest that all have.
+        return list(found[-1:] if self._ranks.size == 1 else found)
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
         """Copy the pages now: SGLang aborts a request whose load fails later, and computes one whose load is refused."""
-        copy_id, end = self._load(rid, transfers)
+        copies, end = self._load(rid, transfers)
         (least,) = self._ranks.least([end])
         if least == LoadEnd.STILL_WRITTEN:  # on any rank: all must have equally many free slots
-            transfer = _only(transfers)
-            self._kept_slots.keep(copy_id, transfer.device_indices)
-            transfer.device_indices = transfer.device_indices[:0]  # SGLang frees what a refused transfer names
+            slots = [(self._allocators[self._groups[each.name]], each.device_indices) for each in transfers]
+            self._kept_slots.keep(copies, slots)
+            for transfer in transfers:
+                transfer.device_indices = transfer.device_indices[:0]  # SGLang frees what a refused transfer names
         return least == LoadEnd.LOADED
 
-    @fenced(lambda: (0, LoadEnd.FAILED))
-    def _load(self, cache: RankCache, rid: str, transfers: list[PoolTransfer]) -> tuple[int, LoadEnd]:
-        transfer = _only(transfers)
-        return cache.load(rid, list(transfer.keys), self._pages(transfer.device_indices))
+    @fenced(lambda: ([], LoadEnd.FAILED))
+    def _load(self, cache: RankCache, rid: str, transfers: list[PoolTransfer]) -> tuple[list[int], LoadEnd]:
+        return cache.load(rid, self._parts(transfers))
 
     @fenced(-1)
     def start_layer_wise_loading(self, cache: RankCache) -> int:
@@ -169,14 +175,13 @@ class Linker(UnifiedCacheLinker):  # type: ignore[misc]
 
     @fenced(False)
     def _store(self, cache: RankCache, transfers: list[PoolTransfer]) -> bool:
-        transfer = _only(transfers)
-        return cache.store(list(transfer.keys), self._pages(transfer.device_indices))
+        return cache.store(self._parts(transfers))
 
     def num_completed_offloads(self) -> int:
         """SGLang's first call in each pass of its scheduler."""
         ended = self._next_pass()
         if copies := self._kept_slots.copies:
-            done = [self.cache is None or not self.cache.is_in_flight(copy_id) for copy_id in copies]
+            done = [self.cache is None or not any(map(self.cache.is_in_flight, of_load)) for of_load in copies]
             self._kept_slots.release([bool(done) for done in self._ranks.least(done)])
         return ended
 
@@ -205,11 +210,19 @@ class Linker(UnifiedCacheLinker):  # type: ignore[misc]
     def close(self, cache: RankCache) -> None:
         cache.close()
 
-    def _pages(self, slots: torch.Tensor) -> list[int]:
-        """The pages of these slots, which are whole pages in order."""
-        pages = [slot // self._page_tokens for slot in slots[:: self._page_tokens].tolist()]
-        assert len(pages) * self._page_tokens == len(slots), "slots of whole pages"
-        return pages
+    def _parts(self, transfers: list[PoolTransfer]) -> list[Part]:
+        """The transfers by object group, that of full attention first. KeyError if one is of a pool that is not served."""
+        parts = [self._part(self._groups[transfer.name], transfer) for transfer in transfers]
+        assert parts[0].group == 0, "a copy of full attention"
+        return parts
+
+    def _part(self, group: int, transfer: PoolTransfer) -> Part:
+        """Slots are those of whole rows, in order."""
+        size, slots, keys = self._allocators[group].row_slots, transfer.device_indices, list(transfer.keys)
+        rows = [slot // size for slot in slots[::size].tolist()]
+        assert len(rows) * size == len(slots), "slots of whole rows"
+        assert len(rows) == len(keys), "a row for each key"
+        return Part(group, keys, rows)
 
 
 def log_versions(rank: int) -> None:
@@ -217,11 +230,6 @@ def log_versions(rank: int) -> None:
     tested, line = tested_with_sglang(sglang.__version__)
     if rank == 0:
         log.log(logging.INFO if tested else logging.WARNING, line)
-
-
-def _only(transfers: list[PoolTransfer]) -> PoolTransfer:
-    (transfer,) = transfers
-    return transfer
 
 
 _differences = differences(UnifiedCacheLinker)

@@ -29,50 +29,51 @@ class LoadEnd(enum.IntEnum):
 
 
 def load(
-    half: WorkerHalf, spec: LoadSpec, seconds: float, own_work_seconds: float, faults: Faults
+    half: WorkerHalf, specs: list[LoadSpec], seconds: float, own_work_seconds: float, faults: Faults
 ) -> tuple[LoadEnd, float]:
-    """Copy the pages. Returns the end, and the seconds that the copy took.
+    """Copy the objects of all groups. Returns the end, and the seconds that the copy took.
 
     On a GPU the copy begins when a step that still runs has ended. The wait for that is no time of the copy, and has a bound of its own:
     `own_work_seconds`. The wait for the copy has `seconds`. A cancel takes a little longer.
     """
-    wait = _Wait(half, spec)
+    wait = _Wait(half, specs)
     with faults.guarded("a load"):
         if wait.until(seconds, own_work_seconds):
             return LoadEnd.LOADED, wait.seconds
-    if half.is_in_flight(spec.copy_id):
+    if any(half.is_in_flight(spec.copy_id) for spec in specs):
         return LoadEnd.STILL_WRITTEN, wait.seconds
     return LoadEnd.NOT_BEGUN if wait.never_began else LoadEnd.FAILED, wait.seconds
 
 
 class _Wait:
-    def __init__(self, half: WorkerHalf, spec: LoadSpec) -> None:
-        self._half, self._spec = half, spec
+    def __init__(self, half: WorkerHalf, specs: list[LoadSpec]) -> None:
+        self._half, self._specs = half, specs
         self._sent = time.monotonic()  # or later: it was queued until then
         self.never_began = False  # and it was given up
         self.seconds = 0.0  # of the copy
 
     def until(self, seconds: float, own_work_seconds: float) -> bool:
-        """True if the pages were copied."""
-        half, spec, plan = self._half, self._spec, StepPlan(loads=[self._spec])
+        """True if all objects were copied."""
+        half, spec, plan = self._half, self._specs[0], StepPlan(loads=self._specs)
         half.load_ends.take_finished()  # of an earlier load of the same request, whose wait was over before
         half.begin_step(spec.copy_id)
         half.start_loads(plan)
         half.answer_for_loads(plan)
         began, given_up = time.monotonic(), False
         while True:
-            queued = half.is_queued(spec.copy_id)
+            queued = [half.is_queued(each.copy_id) for each in self._specs]
             finished, failed = half.load_ends.take_finished()
             now = time.monotonic()
-            if queued and not given_up:
+            if any(queued) and not given_up:
                 self._sent = now
             self.seconds = now - self._sent
             if spec.request_id in finished:
                 return spec.request_id not in failed
-            late = now - began - own_work_seconds if queued else self.seconds - seconds
+            late = now - began - own_work_seconds if any(queued) else self.seconds - seconds
             if late >= 0 and not given_up:
-                given_up, self.never_began = True, queued
-                half.give_up(spec.copy_id)
+                given_up, self.never_began = True, all(queued)
+                for each in self._specs:
+                    half.give_up(each.copy_id)
             if late >= _END_SECONDS:
                 return False
             half.poll(idle=True)

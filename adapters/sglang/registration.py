@@ -1,10 +1,11 @@
 """The registration of one rank: where its KV cache lies, and what must agree before it is shared.
 
-Owns: the shared memory of the rank's pool, and the identity. Refuses to know: copies, and SGLang's calls.
+Owns: the shared memory of the rank's pools, and the identity. Refuses to know: copies, and SGLang's calls.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cached_property
 from typing import Any
@@ -17,10 +18,10 @@ from kvserver.adapters.common.memory import share
 from kvserver.adapters.common.notices import EngineNames
 from kvserver.adapters.common.worker import PositionSize, Rank
 from kvserver.adapters.sglang.identity import SGLangIdentity, arguments_identity, with_model
-from kvserver.adapters.sglang.pools import KVPool, read_addresses_again
+from kvserver.adapters.sglang.pools import Pool, object_groups, read_addresses_again
 from kvserver.adapters.sglang.ranks import Ranks
 from kvserver.adapters.sglang.settings import SGLangSettings
-from kvserver.protocol import BLOCKS, MOST_ENGINE, REQUESTS, HelloReply, RegisterWorker, block_bytes
+from kvserver.protocol import BLOCKS, MOST_ENGINE, REQUESTS, HelloReply, RegisterWorker, block_bytes, planes_of
 
 CHUNK_PAGES = (
     1  # a linker is not told where in the prompt its keys begin, so chunks of several pages could not be aligned
@@ -29,21 +30,33 @@ CHUNK_PAGES = (
 
 class PoolRegistration:
     def __init__(
-        self, settings: SGLangSettings, names: EngineNames, ranks: Ranks, pool: KVPool, server_args: Any
+        self,
+        settings: SGLangSettings,
+        names: EngineNames,
+        ranks: Ranks,
+        pools: Sequence[Pool],
+        page_tokens: int,
+        server_args: Any,
     ) -> None:
-        """UnsupportedLayout or CannotShare. Moves the pool's memory, if it is of CPUs."""
-        device = next(iter(pool.tensors.values())).device
+        """UnsupportedLayout or CannotShare. Moves the pools' memory, if it is of CPUs."""
+        tensors = {name: tensor for pool in pools for name, tensor in pool.tensors.items()}
+        device = next(iter(tensors.values())).device
         self.on_gpu = device.type == "cuda"
         self._identity = arguments_identity(server_args, device)
-        self._settings, self._names, self._pool, self._server_args = settings, names, pool, server_args
-        self._caches = share(pool.tensors, pool.pages, block_dimension=0)
+        self._settings, self._names, self._server_args = settings, names, server_args
+        self._groups = object_groups(pools, page_tokens)
+        self._rows = tuple(pool.rows for pool in pools)
+        of_groups = [list(pool.tensors) for pool in pools]
+        self._caches = share(tensors, self._rows[0], block_dimension=0, groups=of_groups, group_blocks=self._rows)
         if not self.on_gpu:
-            read_addresses_again(pool.kvcache)
-        self._world_size = ranks.size
-        self.rank = Rank(ranks.number, [PositionSize(1, block_bytes(self._caches.planes))])
+            for source in (source for pool in pools for source in pool.sources):
+                read_addresses_again(source)
+        self._page_tokens, self._world_size = page_tokens, ranks.size
+        sizes = [block_bytes(planes_of(self._caches.planes, group.members)) for group in self._groups]
+        self.rank = Rank(ranks.number, [PositionSize(1, size) for size in sizes])
 
     def link(self) -> Link:
-        caches, pool = self._caches, self._pool
+        caches = self._caches
 
         def message(hello: HelloReply, attachment: int) -> RegisterWorker:
             return RegisterWorker(
@@ -54,10 +67,11 @@ class PoolRegistration:
                 memory=caches.memory,
                 words=WORDS,
                 planes=caches.planes,
-                num_blocks=pool.pages,
-                block_tokens=pool.page_tokens,
+                num_blocks=max(self._rows),
+                group_blocks=self._rows if len(self._rows) > 1 else (),
+                block_tokens=self._page_tokens,
                 chunk_blocks=CHUNK_PAGES,
-                groups=pool.groups,
+                groups=self._groups,
                 layout=caches.layout,
                 counted=self._whole_identity.fields(),
                 private=self._whole_identity.private,

@@ -33,6 +33,7 @@ _REFUSED = {  # argument -> reason, where it is set
     "enable_return_routed_experts": "SGLang keeps the experts of cached tokens in the process that computed them",
     "enable_return_indexer_topk": "SGLang keeps results of cached tokens in the process that computed them",
 }
+_COMPONENTS = ("FULL", "SWA", "MAMBA")  # parts of SGLang's tree
 _MODALITIES = ("vision_config", "audio_config", "vision_tower", "thinker_config")  # in a model's configuration
 _ONE = {  # argument -> reason, where it is more than 1
     "pp_size": "stages are not served yet",
@@ -62,8 +63,8 @@ def unsupported(server_args: Any, page_tokens: int, components: Any) -> str | No
         return f"--disaggregation-mode {mode}: not served yet"
     if page_tokens < SMALLEST_PAGE:
         return f"--page-size {page_tokens}: pages of {SMALLEST_PAGE} tokens and more are served; 64 suits most models"
-    if others := sorted(component.name for component in components if component.name != "FULL"):
-        return f"a cache with {' and '.join(others)}; models of full attention alone are served"
+    if others := sorted(component.name for component in components if component.name not in _COMPONENTS):
+        return f"a cache with {' and '.join(others)}; {', '.join(_COMPONENTS)} are served"
     return None
 
 

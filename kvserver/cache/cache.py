@@ -103,6 +103,11 @@ class Cache:
         other = self._namespace_with(missing_key) if elsewhere else b""
         return LookupOutcome(chunks, hits, tuple(missed.items()), missing_key, other, full_chunks=full_chunks)
 
+    def boundaries(self, namespace_id: bytes, keys: bytes) -> list[int]:
+        """All boundaries at which a load of these chunks can end. REQUIRES: a lookup has found them, and nothing was evicted since."""
+        namespace = self.index.find_namespace(namespace_id)
+        return namespace.groups.boundaries(namespace.chunks.find(keys)) if namespace is not None and keys else []
+
     def has_tails(self, namespace_id: bytes) -> bool:
         return self.index.find_namespace(tails_of(namespace_id)) is not None
 

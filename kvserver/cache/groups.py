@@ -88,6 +88,19 @@ class Groups:
             boundary = missing  # each boundary above it needs the chunk too
         return boundary
 
+    def boundaries(self, chunks: Sequence[_HasReady | None]) -> list[int]:
+        """All boundaries of a hit, ascending, of which boundary() is the last. REQUIRES: all full groups have these chunks."""
+        in_turn = [0] * len(self._others)  # the chunks up to here that each group has
+        found: list[int] = []
+        for end, chunk in enumerate(chunks, 1):
+            whole = True
+            for index, (bit, group) in enumerate(self._others):
+                in_turn[index] = in_turn[index] + 1 if chunk is not None and chunk.ready & bit else 0
+                whole = whole and in_turn[index] >= end - group.first_needed(end, self.chunk_tokens)
+            if whole:
+                found.append(end)
+        return found
+
     def first_needed(self, boundary: int) -> int:
         """The first chunk of which a hit at the boundary needs an object."""
         if self.full:

@@ -24,7 +24,16 @@ _encoder = msgspec.msgpack.Encoder(order="deterministic")
 
 def check_agreement(first: RegisterWorker, other: RegisterWorker) -> None:
     """KVServerError(RANKS_DISAGREE) names the first field in which two ranks of one instance differ."""
-    for name in ("model_name", "world_size", "num_blocks", "block_tokens", "chunk_blocks", "object_groups", "tails"):
+    for name in (
+        "model_name",
+        "world_size",
+        "num_blocks",
+        "block_tokens",
+        "chunk_blocks",
+        "object_groups",
+        "group_blocks",
+        "tails",
+    ):
         _check_same(name, getattr(first, name), getattr(other, name), first.rank, other.rank)
     fields, others = counted(first), counted(other)
     for name in sorted({*fields, *others}):

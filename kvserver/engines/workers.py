@@ -182,6 +182,10 @@ class Workers:
         if expected > MAX_CHUNK_TOKENS:
             raise KVServerError(ErrorCode.BAD_PLANES, f"a chunk of {expected} tokens, at most {MAX_CHUNK_TOKENS}")
         check_object_groups(groups, request.planes)
+        if request.group_blocks and len(request.group_blocks) != len(groups):
+            raise KVServerError(
+                ErrorCode.BAD_PLANES, f"blocks of {len(request.group_blocks)} object groups, there are {len(groups)}"
+            )
         if request.tails and not has_tails(groups, expected):
             raise KVServerError(
                 ErrorCode.BAD_PLANES, "single blocks are stored of full attention alone, in chunks of several"
@@ -323,7 +327,8 @@ def _plane_table(worker: Worker, group: WorkerGroup) -> PlaneTable:
         (plane.memory, plane.offset, plane.stride_bytes, plane.run_bytes, members.index(plane.group))
         for plane in planes_of(worker.spec.planes, members)
     ]
+    blocks = worker.spec.group_blocks[group.number] if worker.spec.group_blocks else worker.spec.num_blocks
     try:
-        return PlaneTable(worker.memory, rows, worker.spec.num_blocks)
+        return PlaneTable(worker.memory, rows, blocks)
     except ValueError as error:
         raise KVServerError(ErrorCode.BAD_PLANES, str(error)) from None

@@ -151,6 +151,8 @@ class RegisterWorker(Message):
     engine: Label = ""  # for people: "vllm", "sglang"; "" of older adapters
     engine_version: Label = ""
     unreported: Annotated[tuple[Label, ...], Meta(max_length=16)] = ()  # of REQUESTS, BLOCKS: what it will never report
+    # Blocks of each object group, where an engine has a pool of its own for each, with its own ids; (): num_blocks of each.
+    group_blocks: Annotated[tuple[Positive, ...], Meta(max_length=MAX_OBJECT_GROUPS)] = ()
 
     @property
     def engine_names(self) -> tuple[str, str]:
@@ -190,6 +192,7 @@ class Lookup(ArrayMessage):
     traceparent: Label = ""  # W3C trace context of the request, if the engine was sent one
     tail_keys: Keys = b""  # of the whole blocks behind the last chunk of `keys`, which may then be empty
     durability: Durability = Durability.PROCESS  # of the variant
+    boundaries: bool = False  # whether the reply should have `boundaries`
 
 
 class LookupTail(ArrayMessage):
@@ -330,6 +333,9 @@ class LookupReply(Message):
     wants_tail: bool = False  # the hit ends before the last chunk: send LookupTail, this lookup is not over
     fill_chunks: int = 0  # the most that hit_chunks could be after AwaitFill; 0: no more than now
     l2_chunks: int = 0  # of hit_chunks: read from L2 for this AwaitFill; the others were in L1
+    boundaries: tuple[
+        int, ...
+    ] = ()  # all up to hit_chunks at which a load can end, ascending; only if the lookup has `boundaries`
 
 
 class Stored(Message):

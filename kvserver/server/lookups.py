@@ -129,7 +129,13 @@ class L1Lookups:
         if not outcome.missed:
             self._find_tail(looked, request.tail_keys)
         l2_chunks = min(outcome.hit_chunks, filled_tokens // looked.chunk_tokens)
-        return replace(_reply(looked.outcome), l2_chunks=l2_chunks)
+        return replace(self._with_boundaries(looked, _reply(looked.outcome)), l2_chunks=l2_chunks)
+
+    def _with_boundaries(self, looked: _Looked, reply: LookupReply) -> LookupReply:
+        if not looked.request.boundaries:
+            return reply
+        keys = looked.request.keys[: reply.hit_chunks * KEY_BYTES]
+        return replace(reply, boundaries=tuple(self.cache.boundaries(looked.namespace, keys)))
 
     @property
     def _unavailable(self) -> str:
@@ -149,7 +155,8 @@ class L1Lookups:
             looked.tail_keys, looked.chunk_tokens // request.chunk_blocks,
         )  # fmt: skip
         self.bus.publish(ended, len(request.keys) + len(looked.tail_keys))
-        return _reply(outcome, fill_chunks=fill_chunks)
+        reply = _reply(outcome, fill_chunks=fill_chunks)
+        return self._with_boundaries(looked, reply) if request.boundaries else reply
 
 
 def _nothing(request: Lookup, chunks: int, why: str) -> LookupOutcome:

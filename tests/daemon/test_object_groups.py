@@ -66,6 +66,37 @@ def test_each_group_is_stored_and_loaded_by_itself_byte_for_byte(hybrid: Worker)
         assert hybrid.memory.image() == expected
 
 
+def test_a_lookup_that_wants_boundaries_gets_all_at_which_a_load_can_end(hybrid: Worker) -> None:
+    keys, size = make_keys(6), hybrid.object_blocks(1)
+    ids = list(range(1, 25 + 3 * size))
+    hybrid.store(keys, ids[:24])
+    hybrid.store([keys[0], keys[2], keys[3]], ids[24:], group=1)
+
+    def boundaries(wanted: bool) -> tuple[int, ...]:
+        return hybrid.ask(hybrid.lookup_message(keys, boundaries=wanted), LookupReply).boundaries
+
+    assert boundaries(True) == (1, 3, 4)
+    assert boundaries(False) == ()
+
+
+def test_each_group_is_bounded_by_its_own_number_of_blocks(daemon: Daemon, make_worker: MakeWorker) -> None:
+    """SGLang's pools have different numbers of slots."""
+    worker = make_worker(daemon, geometry=two_groups(), groups=(FULL, GROUPS["window"][0]), connect_now=False)
+    worker.attach()
+    worker.register(group_blocks=(64, 20))
+    keys = make_keys(1)
+    assert worker.store(keys, [60, 61, 62, 63]) == Stored(stored=1, skipped=0)
+    assert worker.store(keys, [18, 19], group=1) == Stored(stored=1, skipped=0)
+    assert worker.error_of(worker.store_message(make_keys(1), [19, 20], group=1)).code == ErrorCode.BAD_BLOCKS
+
+
+def test_a_registration_with_blocks_of_some_groups_only_is_refused(daemon: Daemon, make_worker: MakeWorker) -> None:
+    worker = make_worker(daemon, geometry=two_groups(), groups=(FULL, GROUPS["window"][0]), connect_now=False)
+    worker.attach()
+    error = worker.error_of(worker.registration(group_blocks=(64,)))
+    assert (error.code, error.message) == (ErrorCode.BAD_PLANES, "blocks of 1 object groups, there are 2")
+
+
 def test_a_load_of_an_object_that_only_another_group_has_fails_and_writes_nothing(hybrid: Worker) -> None:
     keys, size = make_keys(2), hybrid.object_blocks(1)
     hybrid.store(keys, range(1, 9))

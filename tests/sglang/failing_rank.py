@@ -13,9 +13,9 @@ from kvserver.adapters.sglang.loads import LoadEnd
 
 
 class FailingRank(KVServerLinker):  # type: ignore[misc, valid-type]
-    def _load(self, rid: str, transfers: list[Any]) -> tuple[int, LoadEnd]:
-        copy_id, end = super()._load(rid, transfers)
-        return copy_id, end if get_parallel().tp_rank == 0 else LoadEnd.FAILED
+    def _load(self, rid: str, transfers: list[Any]) -> tuple[list[int], LoadEnd]:
+        copies, end = super()._load(rid, transfers)
+        return copies, end if get_parallel().tp_rank == 0 else LoadEnd.FAILED
 
 
 class RefusedRank(KVServerLinker):  # type: ignore[misc, valid-type]

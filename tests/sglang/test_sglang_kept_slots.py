@@ -6,9 +6,10 @@ import os
 
 import pytest
 import torch
+from sglang.srt.mem_cache.allocator.mamba import MambaSlotAllocator
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
-from kvserver.adapters.sglang.kept_slots import KeptSlots
+from kvserver.adapters.sglang.kept_slots import Allocator, KeptSlots
 
 PAGE, PAGES = 16, 8
 STRICT = "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE"
@@ -36,10 +37,10 @@ def all_free(allocator: PagedTokenToKVPoolAllocator) -> set[int]:
 def test_kept_slots_are_not_allocated_after_a_flush_until_they_are_released(
     allocator: PagedTokenToKVPoolAllocator,
 ) -> None:
-    kept_slots = KeptSlots(allocator, PAGE)
+    kept_slots = KeptSlots()
     slots = allocator.alloc(3 * PAGE)
     kept = set(slots.tolist())
-    kept_slots.keep(1, slots)
+    kept_slots.keep([1], [(Allocator(allocator, PAGE), slots)])
     assert all_free(allocator) & kept == set()
     kept_slots.flushed()
     allocator.clear()
@@ -52,13 +53,25 @@ def test_kept_slots_are_not_allocated_after_a_flush_until_they_are_released(
 
 
 def test_slots_released_between_a_flush_and_the_next_pass_are_free_once(allocator: PagedTokenToKVPoolAllocator) -> None:
-    kept_slots = KeptSlots(allocator, PAGE)
-    kept_slots.keep(1, allocator.alloc(2 * PAGE))
+    kept_slots = KeptSlots()
+    kept_slots.keep([1], [(Allocator(allocator, PAGE), allocator.alloc(2 * PAGE))])
     kept_slots.flushed()
     allocator.clear()
     kept_slots.release([True])
     assert allocator.available_size() == PAGES * PAGE
     assert len(all_free(allocator)) == PAGES * PAGE
+
+
+def test_kept_states_are_not_allocated_after_a_flush_until_they_are_released() -> None:
+    states, kept_slots = MambaSlotAllocator(size=4, device="cpu"), KeptSlots()
+    kept = states.alloc(1)
+    kept_slots.keep([1, 2], [(Allocator(states, 1), kept)])
+    kept_slots.flushed()
+    states.clear()
+    kept_slots.hold_back()
+    assert sorted(states.free_slots.tolist()) == [2, 3, 4]
+    kept_slots.release([True])
+    assert sorted(states.free_slots.tolist()) == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("before", [None, "true"])
@@ -69,11 +82,11 @@ def test_the_idle_check_only_warns_while_slots_are_kept(
         monkeypatch.delenv(STRICT, raising=False)
     else:
         monkeypatch.setenv(STRICT, before)
-    kept_slots = KeptSlots(allocator, PAGE)
-    kept_slots.keep(1, allocator.alloc(PAGE))
-    kept_slots.keep(2, allocator.alloc(PAGE))
+    kept_slots = KeptSlots()
+    kept_slots.keep([1], [(Allocator(allocator, PAGE), allocator.alloc(PAGE))])
+    kept_slots.keep([2], [(Allocator(allocator, PAGE), allocator.alloc(PAGE))])
     kept_slots.release([True, False])
     assert os.environ[STRICT] == "false"
-    assert kept_slots.copies == [2]
+    assert kept_slots.copies == [(2,)]
     kept_slots.release([True])
     assert os.environ.get(STRICT) == before

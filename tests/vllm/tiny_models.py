@@ -136,6 +136,16 @@ def gemma4(folder: Path, *, window: int = 256, **options: Any) -> Path:
     return _drawn(folder, "gemma4_text", sliding_window=window, **{**_SMALL, **_UNTIED, **sizes, **heads, **options})
 
 
+def mellum(folder: Path, *, window: int = 128, **options: Any) -> Path:
+    """A Mellum without experts: three layers look back `window` tokens, one to the start; SGLang has a pool of its own for each kind."""
+    types = ["sliding_attention"] * 3 + ["full_attention"]
+    rope = {kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in set(types)}
+    sizes = {"num_hidden_layers": 4, "intermediate_size": 512, "mlp_layer_types": ["dense"] * 4}
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 64}
+    layers = {"layer_types": types, "rope_parameters": rope, "sliding_window": window}
+    return _drawn(folder, "mellum", **{**_SMALL, **sizes, **experts, **layers, **options})
+
+
 def qwen3_next(folder: Path, **options: Any) -> Path:
     """A Qwen3-Next: three layers of gated delta nets, whose state remembers for hundreds of tokens, one of full attention."""
     sizes = {"num_hidden_layers": 4, "intermediate_size": 512, "moe_intermediate_size": 256}

@@ -90,6 +90,7 @@ def test_a_lookup_finds_the_greatest_boundary_that_every_group_allows(groups: li
     expected = max(boundary for boundary in range(total + 1) if allowed(boundary)) if any(present) else 0
     outcome = of.lookup(total)
     assert outcome.hit_chunks == expected
+    assert of.cache.boundaries(NS, keys(range(expected))) == [n for n in range(1, expected + 1) if allowed(n)]
     full = [there for group, there in zip(groups, present, strict=True) if group.kind == "full"]
     if full:
         assert outcome.full_chunks == max(n for n in range(total + 1) if all(set(range(n)) <= there for there in full))

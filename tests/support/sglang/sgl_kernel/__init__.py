@@ -10,6 +10,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from sgl_kernel import windows as windows  # imported for its correction
+
 
 def assign_req_to_token_pool_cpu(
     requests: torch.Tensor,

@@ -1,0 +1,244 @@
+"""SGLang's real tree, allocators and pools over the linker, without a model: a test is what computes.
+
+Each row of each pool has bytes that its key determines, so wrong KV is seen wherever it comes from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from engine_environment import ENVIRONMENT
+from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateDType, Mamba2StateShape
+from sglang.srt.managers.schedule_batch import ReqKvInfo
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.memory_pool import (
+    DSATokenToKVPool,
+    HybridLinearKVPool,
+    HybridReqToTokenPool,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+    ReqToTokenPool,
+)
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.mem_cache.utils import get_storage_hash_str
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+from support.daemon import wait_until
+
+from kvserver.adapters.sglang import KVServerLinker
+from kvserver.adapters.sglang.pools import MAMBA, SWA, Pool, pools_of
+
+os.environ.update({name: ENVIRONMENT[name] for name in ("PATH", "TORCH_EXTENSIONS_DIR")})  # SGLang compiles its hash
+PAGE = 64  # the indexer of DSA insists on it
+TOKENS, WINDOW_TOKENS, STATES = 40 * PAGE, 24 * PAGE, 12
+WINDOW = 3 * PAGE - 10
+EXTRA = {
+    "kvserver.load_share": 1000.0, "kvserver.load_wait_ms": 10_000.0, "kvserver.lookup_poll_ms": 1000,
+    "kvserver.lookup_timeout_ms": 1000, "kvserver.on_prefix_reset": "keep",
+}  # fmt: skip
+_COMMON = {"page_size": PAGE, "dtype": torch.float32, "device": "cpu", "enable_memory_saver": False}
+_MHA: dict[str, Any] = {**_COMMON, "head_num": 2, "head_dim": 8}
+_MLA: dict[str, Any] = {**_COMMON, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+
+
+def prepare(model: Path, **options: Any) -> ServerArgs:
+    arguments = ServerArgs(model_path=str(model), device="cpu", page_size=PAGE, **options)
+    set_global_server_args_for_scheduler(arguments)
+    get_parallel().override_permanently(tp_rank=0, tp_size=1, dp_rank=None)
+    return arguments
+
+
+def params_of(kind: str, **changes: Any) -> CacheInitParams:
+    """Pools of an engine: "mha", "mla", "dsa", "windows", "states" beside MHA, or "mla-states"."""
+    parts, requests = [ComponentType.FULL], ReqToTokenPool(8, TOKENS, "cpu", False)
+    stated: dict[str, Any] = {}
+    if kind == "windows":
+        kvcache: Any = SWAKVPool(
+            TOKENS, WINDOW_TOKENS, swa_attention_layer_ids=[0, 2, 3], full_attention_layer_ids=[1, 4], **_MHA
+        )
+        allocator: Any = SWATokenToKVPoolAllocator(
+            TOKENS, WINDOW_TOKENS, page_size=PAGE, dtype=torch.float32, device="cpu", kvcache=kvcache, need_sort=False
+        )
+        parts.append(ComponentType.SWA)
+        stated["sliding_window_size"] = WINDOW
+    else:
+        if kind.endswith("states"):
+            requests = _with_states()
+            parts.append(ComponentType.MAMBA)
+            stated["enable_mamba_extra_buffer"] = True  # else a page has one token
+            kvcache = HybridLinearKVPool(
+                TOKENS, full_attention_layer_ids=[1, 3], mamba_pool=requests.mamba_pool, use_mla=kind == "mla-states",
+                **({**_MLA, "head_num": 1, "head_dim": 1} if kind == "mla-states" else _MHA),
+            )  # fmt: skip
+        elif kind == "mha":
+            kvcache = MHATokenToKVPool(TOKENS, layer_num=3, **_MHA)
+        elif kind == "mla":
+            kvcache = MLATokenToKVPool(TOKENS, layer_num=3, **_MLA)
+        else:
+            kvcache = DSATokenToKVPool(
+                TOKENS, layer_num=3, index_head_dim=128, kv_cache_dim=576, skip_topk_layers=[False, True, False], **_MLA
+            )
+        allocator = PagedTokenToKVPoolAllocator(
+            TOKENS, page_size=PAGE, dtype=torch.float32, device="cpu", kvcache=kvcache, need_sort=False
+        )
+    stated |= {"tree_components": tuple(parts), **changes}
+    return CacheInitParams(
+        disable=False, req_to_token_pool=requests, token_to_kv_pool_allocator=allocator, page_size=PAGE, **stated
+    )
+
+
+def _with_states() -> HybridReqToTokenPool:
+    shape = Mamba2StateShape.create(
+        tp_world_size=1, intermediate_size=32, n_groups=1, num_heads=2, head_dim=4, state_size=8, conv_kernel=4
+    )
+    cache_params = Mamba2CacheParams(
+        shape=shape, dtype=Mamba2StateDType(conv=torch.bfloat16, temporal=torch.float32), layers=[0, 2]
+    )
+    return HybridReqToTokenPool(
+        size=8, mamba_size=STATES, mamba_spec_state_size=8, max_context_len=TOKENS, device="cpu",
+        enable_memory_saver=False, cache_params=cache_params, mamba_layer_ids=[0, 2], enable_mamba_extra_buffer=True,
+    )  # fmt: skip
+
+
+def hashes(tokens: Sequence[int]) -> list[str]:
+    return list(get_storage_hash_str(RadixKey(array("q", tokens)), None, page_size=PAGE))
+
+
+class Tree:
+    def __init__(self, kind: str, endpoint: str, arguments: ServerArgs, linker: type = KVServerLinker) -> None:
+        self.params = params_of(kind)
+        self.cache = UnifiedRadixCache(self.params)
+        self.pools = {pool.name: pool for pool in pools_of(self.params, PAGE)}
+        self.linker = linker(
+            arguments, self.params, components=set(self.cache.components),
+            extra_config={"kvserver.endpoint": endpoint, **EXTRA},
+        )  # fmt: skip
+        self.cache.init_cache_linker(self.linker)
+        self._requests = 0
+
+    def close(self) -> None:
+        self.linker.close()
+
+    # ---- bytes --------------------------------------------------------------------------------
+
+    def write(self, pool: Pool, rows: Sequence[int], keys: Sequence[str]) -> None:
+        for row, key in zip(rows, keys, strict=True):
+            for name, bytes_of_row in self._row(pool, row).items():
+                content = hashlib.shake_128(f"{name} {key}".encode()).digest(bytes_of_row.numel())
+                bytes_of_row.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8).view_as(bytes_of_row))
+
+    def wrong(self, pool: Pool, rows: Sequence[int], keys: Sequence[str]) -> list[tuple[str, int]]:
+        """(tensor, place) of the rows whose bytes are not those of their key."""
+        found = []
+        for place, (row, key) in enumerate(zip(rows, keys, strict=True)):
+            for name, bytes_of_row in self._row(pool, row).items():
+                content = hashlib.shake_128(f"{name} {key}".encode()).digest(bytes_of_row.numel())
+                if bytes(bytes_of_row.flatten().tolist()) != content:
+                    found.append((name, place))
+        return found
+
+    def _row(self, pool: Pool, row: int) -> dict[str, torch.Tensor]:
+        rows = {}
+        for name, tensor in pool.tensors.items():
+            each = tensor.shape[0] // pool.rows
+            rows[name] = tensor[row * each : (row + 1) * each].view(torch.uint8)
+        return rows
+
+    # ---- requests -----------------------------------------------------------------------------
+
+    def compute(self, tokens: Sequence[int], *, passed: int = 0, seconds: float = 20) -> None:
+        """Insert a computed prompt of whole pages, and wait for its store. The window has passed its first `passed` pages."""
+        allocator, keys = self.params.token_to_kv_pool_allocator, hashes(tokens)
+        found = self.cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens))))
+        own, first = found.device_prefix_len, found.device_prefix_len // PAGE
+        if own == len(tokens):
+            return
+        insert = InsertParams(key=RadixKey(array("q", tokens)), prev_prefix_len=own)
+        if SWA in self.pools:
+            passed = max(passed, first)
+            new = allocator.full_attn_allocator.alloc(len(tokens) - own)
+            windows = allocator.swa_attn_allocator.alloc(len(tokens) - passed * PAGE)
+            allocator.set_full_to_swa_mapping(new[passed * PAGE - own :], windows)
+            self.write(self.pools[SWA], rows_of(windows), keys[passed:])
+            insert.set_evicted_seqlen(ComponentType.SWA, passed * PAGE)
+        else:
+            new = allocator.alloc(len(tokens) - own)
+        self.write(self.pools["kv"], rows_of(new), keys[first:])
+        insert.value = torch.cat([self.cache.path_device_indices(found.last_device_node)[:own], new])
+        if MAMBA in self.pools:
+            insert.mamba_value = self.params.req_to_token_pool.mamba_allocator.alloc(1)
+            self.write(self.pools[MAMBA], insert.mamba_value.tolist(), keys[-1:])
+        self.cache.insert(insert)
+        wait_until(self._stored, seconds, "the ends of stores")
+
+    def _stored(self) -> bool:
+        self.cache.check_hicache_events()
+        return not self.cache.linker.pending_offloads
+
+    def hit(self, tokens: Sequence[int], seconds: float = 2.0) -> int:
+        """Tokens that a request for this prompt could load, beyond what the tree has itself."""
+        return int(self._match(tokens, seconds)[1].host_hit_length)
+
+    def _match(self, tokens: Sequence[int], seconds: float = 2.0) -> tuple[Any, Any]:
+        self._requests += 1
+        request = SimpleNamespace(
+            rid=f"r{self._requests}", kv=ReqKvInfo(), last_node=None, swa_branching_seqlen=None, session=None
+        )
+        deadline = time.monotonic() + seconds
+        while True:
+            found = self.cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens)), req=request))
+            if found.host_hit_length or time.monotonic() > deadline:
+                request.last_node = found.last_device_node
+                return request, found
+            self.cache.check_hicache_events()
+            if seconds:
+                time.sleep(0.01)
+
+    def load(self, tokens: Sequence[int]) -> tuple[int, list[tuple[str, int]]]:
+        """(tokens loaded, what is wrong of them) of a request that loads all that it can."""
+        request, found = self._match(tokens)
+        if not found.host_hit_length:
+            return 0, []
+        load = InitLoadBackParams(found.best_match_node, found.host_hit_length, req=request)
+        loaded, _ = self.cache.init_load_back(load)
+        if not loaded:
+            return 0, []
+        slots = self.cache.linker.private_load_indices[request.rid]
+        first, keys = found.device_prefix_len // PAGE, hashes(tokens)
+        end = first + loaded // PAGE
+        assert len(slots) == loaded
+        wrong = self.wrong(self.pools["kv"], rows_of(slots), keys[first:end])
+        if SWA in self.pools:
+            needed = slots[-(-(-WINDOW // PAGE) * PAGE) :]
+            windows = self.params.token_to_kv_pool_allocator.full_to_swa_index_mapping[needed]
+            wrong += self.wrong(self.pools[SWA], rows_of(windows), keys[end - len(needed) // PAGE : end])
+        if MAMBA in self.pools:
+            wrong += self.wrong(self.pools[MAMBA], [int(request.kv.mamba_pool_idx)], keys[end - 1 : end])
+        self.cache.linker.finish_loads()
+        self.params.token_to_kv_pool_allocator.free(slots)
+        if MAMBA in self.pools:
+            self.params.req_to_token_pool.mamba_allocator.free(request.kv.mamba_pool_idx.reshape(1))
+        return loaded, wrong
+
+    def flush(self) -> None:
+        self.cache.reset()
+        self.params.req_to_token_pool.clear()
+        self.params.token_to_kv_pool_allocator.clear()
+
+
+def rows_of(slots: torch.Tensor) -> list[int]:
+    return [slot // PAGE for slot in slots[::PAGE].tolist()]
