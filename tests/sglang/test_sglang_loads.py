@@ -52,7 +52,7 @@ def spec(copy_id: int = 1) -> LoadSpec:
 
 
 def run(half: TimedHalf, seconds: float, own_work_seconds: float = 5.0) -> tuple[LoadEnd, float]:
-    return load(half, spec(), seconds, own_work_seconds, Faults())  # type: ignore[arg-type]
+    return load(half, [spec()], seconds, own_work_seconds, Faults())  # type: ignore[arg-type]
 
 
 def test_a_load_behind_a_running_step_has_its_own_time_and_states_only_that() -> None:
