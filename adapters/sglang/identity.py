@@ -57,8 +57,9 @@ def arguments_identity(server_args: Any, device: torch.device) -> SGLangIdentity
     found = SGLangIdentity()
     resolved = resolved_view(server_args)
     for name in namespace_of(ServerArgs):
-        if name not in HARMLESS:
+        if name not in HARMLESS and name != "lora_paths":
             found.add(name, getattr(resolved, name, None))
+    found.add("lora_paths", [[lora.lora_id, lora.lora_name, lora.lora_path] for lora in resolved.lora_paths or []])
     for name in _NAMES_CONTENT:
         if getattr(resolved, name, None):
             found.refuse(f"--{name.replace('_', '-')}: its content is not compared")
@@ -100,9 +101,26 @@ def with_model(found: SGLangIdentity, server_args: Any, settings: SGLangSettings
         if not named:
             whole.refuse(f"weights: {reason}; kvserver.model_version may name them")
     whole.counted["weights"] = digest([named, weights])
+    _add_others(whole, resolved, all_bytes)
     if not (named or all_bytes or weights.startswith("commit:")):
         whole.machine_only = f"weights: samples of the files name them; {LEARN_NAME}"
     return whole
+
+
+def _add_others(whole: SGLangIdentity, resolved: Any, all_bytes: bool) -> None:
+    """The content of a draft, and of LoRAs that SGLang loads as it starts: the keys have their names and paths.
+
+    A LoRA that is loaded later has a name in the keys that is drawn anew each time.
+    """
+    others = {f"LoRA {lora.lora_name}": (str(lora.lora_path), None) for lora in resolved.lora_paths or []}
+    if draft := resolved.speculative_draft_model_path:
+        others["draft"] = str(draft), resolved.speculative_draft_model_revision
+    for name, (path, revision) in others.items():
+        try:
+            folder, commit = _folder(path, revision)
+            whole.counted[name] = digest(files_of(path if commit else str(folder), commit, all_bytes))
+        except (NoWeights, OSError, ValueError) as reason:
+            whole.refuse(f"{name}: {reason}")
 
 
 def _folder(model: str, revision: str | None) -> tuple[Path, str | None]:

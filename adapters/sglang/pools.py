@@ -55,6 +55,8 @@ def pools_of(params: Any, page_tokens: int) -> list[Pool]:
     drafts = [*params.mtp_draft_device_pools, *params.sidecar_draft_device_pools]
     if params.mtp_draft_mamba_pools:
         raise UnsupportedLayout("a draft with states of its own")
+    if len(drafts) > 1:
+        raise UnsupportedLayout("several drafts: KV of the second depends on tokens that the keys do not cover")
     if kind == "SWAKVPool":
         if drafts:
             raise UnsupportedLayout("a draft beside a pool of sliding windows")

@@ -19,9 +19,7 @@ _REFUSED = {  # argument -> reason, where it is set
     "enable_unified_memory": "pages of one pool become pages of another",
     "enable_hierarchical_cache": "SGLang's own host tier would hold the same bytes",
     "enable_hisparse": "a part of the KV cache lies in the host's memory",
-    "enable_lora": "keys name a LoRA by its path, not by the content of its files",
-    "lora_paths": "keys name a LoRA by its path, not by the content of its files",
-    "speculative_algorithm": "KV of drafts depends on tokens that the keys do not cover",
+    "enable_multi_layer_eagle": "KV of a second draft layer depends on tokens that the keys do not cover",
     "enable_multimodal": "keys have 30 bits of the digest of an image",
     "enable_pdmux": "prefill and decoding run on streams of their own",
     "enable_dp_attention": "groups of ranks serve different requests",
@@ -33,6 +31,8 @@ _REFUSED = {  # argument -> reason, where it is set
     "enable_return_routed_experts": "SGLang keeps the experts of cached tokens in the process that computed them",
     "enable_return_indexer_topk": "SGLang keeps results of cached tokens in the process that computed them",
 }
+# SGLang hashes each token with the next one for these, so the keys cover what a draft's KV depends on.
+_DRAFTS_IN_KEYS = ("EAGLE", "EAGLE3", "NEXTN")
 _COMPONENTS = ("FULL", "SWA", "MAMBA")  # parts of SGLang's tree
 _MODALITIES = ("vision_config", "audio_config", "vision_tower", "thinker_config")  # in a model's configuration
 _ONE = {  # argument -> reason, where it is more than 1
@@ -53,6 +53,9 @@ def unsupported(server_args: Any, page_tokens: int, components: Any) -> str | No
     for name, reason in _ONE.items():
         if (getattr(args, name, 1) or 1) > 1:
             return f"{_flag(name)} {getattr(args, name)}: {reason}"
+    algorithm = str(getattr(args, "speculative_algorithm", None) or "")
+    if algorithm and algorithm.upper() not in _DRAFTS_IN_KEYS:
+        return f"--speculative-algorithm {algorithm}: keys cover the drafts of {' and '.join(_DRAFTS_IN_KEYS[:2])} only"
     config = model_config(args)
     parts = [name for name in _MODALITIES if name in config]
     if not parts and is_multimodal_model(config.get("architectures") or []):

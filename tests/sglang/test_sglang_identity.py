@@ -10,6 +10,7 @@ import pytest
 import tiny_models
 import torch
 from sglang.srt.arg_groups.arg_utils import namespace_of
+from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.server_args import ServerArgs
 
 from kvserver.adapters.sglang.harmless import HARMLESS
@@ -82,6 +83,39 @@ def test_weights_without_files_make_the_engine_private_unless_they_are_named(fol
     assert identity(folder, SGLangSettings(model_version="v1"), load_format="dummy").private == ""
 
 
+def with_lora(folder: Path, lora: Path) -> ServerArgs:
+    arguments = ServerArgs(model_path=str(folder), device="cpu", page_size=32, enable_lora=True)
+    arguments.lora_paths = [LoRARef(LoRARef.deterministic_id("a", str(lora)), "a", str(lora), False)]
+    return arguments
+
+
+def test_the_content_of_loras_and_of_a_draft_counts(folder: Path, tmp_path: Path) -> None:
+    """Keys have their names and paths only."""
+    lora, draft = tmp_path / "lora", tmp_path / "draft"
+
+    def counted() -> dict[str, str]:
+        arguments = with_lora(folder, lora)
+        arguments.speculative_draft_model_path = str(draft)
+        found = with_model(arguments_identity(arguments, CPU), arguments, SGLangSettings())
+        assert found.private == ""
+        return found.counted
+
+    tiny_models.lora(lora, layers=1)
+    tiny_models.eagle(draft)
+    before = counted()
+    assert counted() == before
+    tiny_models.lora(lora, layers=1, seed=7)
+    after = counted()
+    assert {name for name in before if before[name] != after[name]} == {"LoRA a"}
+    tiny_models.eagle(draft, seed=9)
+    assert {name for name in before if counted()[name] != after[name]} == {"draft"}
+
+
+def test_a_lora_without_files_makes_the_engine_private(folder: Path, tmp_path: Path) -> None:
+    arguments = with_lora(folder, tmp_path / "missing")
+    assert "LoRA a" in with_model(arguments_identity(arguments, CPU), arguments, SGLangSettings()).private
+
+
 def test_code_in_the_models_folder_makes_the_engine_private_where_it_runs(tmp_path: Path) -> None:
     config = tiny_models.llama(tmp_path, layers=1) / "config.json"
     assert identity(tmp_path, trust_remote_code=True).private == ""
@@ -109,7 +143,7 @@ def test_a_variable_of_sglang_changes_the_identity(folder: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("options", "flag"),
     [
-        ({"enable_memory_saver": True}, "--enable-memory-saver"), ({"enable_lora": True}, "--enable-lora"),
+        ({"enable_memory_saver": True}, "--enable-memory-saver"), ({"enable_multi_layer_eagle": True}, "--enable-multi-layer-eagle"),
         ({"speculative_algorithm": "NGRAM"}, "--speculative-algorithm"), ({"pp_size": 2}, "--pp-size 2"),
         ({"disaggregation_mode": "prefill"}, "--disaggregation-mode prefill"), ({"page_size": 1}, "--page-size 1"),
     ],

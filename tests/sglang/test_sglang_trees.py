@@ -5,6 +5,7 @@ Pools of states and of DSA compute on GPUs only, so this is how they are tested 
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,11 @@ import pytest
 import trees
 from hypothesis import given
 from hypothesis import strategies as st
+from sglang.srt.lora.lora_registry import LoRARef
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from support.daemon import Daemon, wait_until
 from support.properties import examples
@@ -23,7 +28,7 @@ from trees import PAGE, WINDOW, Tree, hashes
 from kvserver.adapters.sglang import KVServerLinker
 
 NEEDED = -(-WINDOW // PAGE)  # pages of a window
-KINDS = ["mha", "mla", "dsa", "windows", "states", "mla-states"]
+KINDS = ["mha", "mla", "dsa", "windows", "states", "mla-states", "eagle"]
 
 
 class Recording(KVServerLinker):  # type: ignore[misc, valid-type]
@@ -81,10 +86,11 @@ def text(pages: int, seed: object) -> list[int]:
 def test_a_second_engine_loads_what_the_first_computed_byte_for_byte_from_all_pools(kind: str, make: Make) -> None:
     first, second = make(kind)
     prompt = text(8, kind)
+    length = len(first.keys(prompt)) * PAGE  # with a draft the key of the last page needs one token more
     first.compute(prompt)
-    assert second.load(prompt) == (len(prompt), [])
+    assert second.load(prompt) == (length, [])
     longer = prompt + text(4, "more")
-    assert second.load(longer) == (len(prompt), [])
+    assert second.load(longer) == (length, [])
     assert all(not tree.linker.faults.counts for tree in (first, second))
 
 
@@ -107,7 +113,7 @@ def test_each_tensor_of_each_pool_is_seen_if_it_is_left_out(kind: str, make: Mak
             second.linker.load = load_all_but_one
             loaded, wrong = second.load(prompt)
             second.linker.load = load
-            assert loaded == len(prompt)
+            assert loaded == len(first.keys(prompt)) * PAGE
             assert {which for which, _ in wrong} == {name}
 
 
@@ -137,6 +143,27 @@ def test_a_request_whose_engine_has_a_part_of_the_window_itself_loads_the_rest(m
     assert second.load(prompt) == (PAGE, [])
 
 
+def test_a_page_is_not_found_where_the_token_behind_it_differs_if_a_draft_was_computed_with_it(make: Make) -> None:
+    first, second = make("eagle")
+    prompt = text(4, "draft")
+    first.compute([*prompt, 1])
+    assert second.load([*prompt, 1]) == (4 * PAGE, [])
+    assert second.load([*prompt, 2]) == (3 * PAGE, [])
+
+
+def test_kv_of_one_lora_is_not_found_with_another_or_without_one(make: Make) -> None:
+    """SGLang gives each LoRA an id, and a request's id goes into its keys."""
+    first, second = make("mha")
+    prompt = text(4, "lora")
+    ids = [LoRARef.deterministic_id(name, "/loras") for name in ("one", "two")]
+    extras = [Req("r", "", prompt, SamplingParams(), lora_id=each).extra_key for each in (*ids, None)]
+    assert len(set(extras)) == 3
+    first.compute(prompt, extra=extras[0])
+    assert second.load(prompt, extras[1]) == (0, [])
+    assert second.load(prompt, extras[2]) == (0, [])
+    assert second.load(prompt, extras[0]) == (len(prompt), [])
+
+
 @pytest.mark.parametrize("kind", ["windows", "states"])
 def test_a_lookup_of_several_ranks_answers_all_lengths_that_can_be_loaded(kind: str, make: Make) -> None:
     """SGLang intersects them. Of one rank the longest is enough."""
@@ -153,6 +180,45 @@ def test_a_lookup_of_several_ranks_answers_all_lengths_that_can_be_loaded(kind: 
     found = second.linker.lookup("r", transfers)
     assert found == expected_lengths(first, hashes(prompt))
     assert len(found) in range(2, 9), "some lengths, and not all"
+
+
+def refusals_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "runs without cache" in record.getMessage()]
+
+
+def test_a_part_of_the_tree_that_is_not_known_is_refused_with_one_warning_that_names_it(
+    daemon: Daemon, arguments: ServerArgs, caplog: pytest.LogCaptureFixture
+) -> None:
+    components = {ComponentType.FULL, ComponentType.C128, ComponentType.AUXILIARY_SWA}
+    extra = {"kvserver.endpoint": daemon.endpoint}
+    with caplog.at_level(logging.WARNING, "kvserver"):
+        linker = KVServerLinker(arguments, trees.params_of("mha"), components=components, extra_config=extra)
+    assert refusals_of(caplog) == [
+        "kvserver: this engine runs without cache: a cache with AUXILIARY_SWA and C128; FULL, SWA, MAMBA are served"
+    ]
+    assert linker.lookup("r", []) == []
+    linker.close()
+
+
+@pytest.mark.parametrize("kind", ["windows", "states"])
+def test_an_engine_with_a_pool_that_is_not_served_starts_and_runs_without_cache(
+    kind: str, daemon: Daemon, arguments: ServerArgs, caplog: pytest.LogCaptureFixture
+) -> None:
+    def spoil(params: Any) -> None:
+        if kind == "windows":
+            params.token_to_kv_pool_allocator.get_kvcache().swa_kv_pool.k_scale_buffer = [1]
+        else:
+            params.req_to_token_pool.mamba_pool.enable_linear_replayssm = True
+
+    with caplog.at_level(logging.WARNING, "kvserver"):
+        tree = Tree(kind, daemon.endpoint, arguments, before=spoil)
+    (refusal,) = refusals_of(caplog)
+    named = "a KV cache pool of kind MHATokenToKVPool" if kind == "windows" else "a pool of states with a log"
+    assert named in refusal
+    prompt = text(4, "refused")
+    tree.compute(prompt)
+    assert tree.load(prompt + text(2, "more")) == (0, [])
+    tree.close()
 
 
 def expected_lengths(stored_by: Tree, keys: list[str]) -> list[int]:

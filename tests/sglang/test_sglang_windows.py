@@ -56,6 +56,7 @@ def test_engines_with_windows_load_what_another_stored_with_equal_tokens_and_log
     assert totals["failed_loads"] == totals["errors"] == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pool", ["kv", "swa"])
 def test_a_load_without_one_pools_kv_gives_other_tokens(
     pool: str, engines: Engines, start_daemon: Start, prompt: Make

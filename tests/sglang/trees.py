@@ -9,7 +9,7 @@ import hashlib
 import os
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -63,7 +63,7 @@ def prepare(model: Path, **options: Any) -> ServerArgs:
 
 
 def params_of(kind: str, **changes: Any) -> CacheInitParams:
-    """Pools of an engine: "mha", "mla", "dsa", "windows", "states" beside MHA, or "mla-states"."""
+    """Pools of an engine: "mha", "mla", "dsa", "windows", "states" beside MHA, "mla-states", or "eagle", with a draft's."""
     parts, requests = [ComponentType.FULL], ReqToTokenPool(8, TOKENS, "cpu", False)
     stated: dict[str, Any] = {}
     if kind == "windows":
@@ -84,7 +84,7 @@ def params_of(kind: str, **changes: Any) -> CacheInitParams:
                 TOKENS, full_attention_layer_ids=[1, 3], mamba_pool=requests.mamba_pool, use_mla=kind == "mla-states",
                 **({**_MLA, "head_num": 1, "head_dim": 1} if kind == "mla-states" else _MHA),
             )  # fmt: skip
-        elif kind == "mha":
+        elif kind in ("mha", "eagle"):
             kvcache = MHATokenToKVPool(TOKENS, layer_num=3, **_MHA)
         elif kind == "mla":
             kvcache = MLATokenToKVPool(TOKENS, layer_num=3, **_MLA)
@@ -95,6 +95,8 @@ def params_of(kind: str, **changes: Any) -> CacheInitParams:
         allocator = PagedTokenToKVPoolAllocator(
             TOKENS, page_size=PAGE, dtype=torch.float32, device="cpu", kvcache=kvcache, need_sort=False
         )
+    if kind == "eagle":
+        stated |= {"is_eagle": True, "sidecar_draft_device_pools": (MHATokenToKVPool(TOKENS, layer_num=1, **_MHA),)}
     stated |= {"tree_components": tuple(parts), **changes}
     return CacheInitParams(
         disable=False, req_to_token_pool=requests, token_to_kv_pool_allocator=allocator, page_size=PAGE, **stated
@@ -114,15 +116,27 @@ def _with_states() -> HybridReqToTokenPool:
     )  # fmt: skip
 
 
-def hashes(tokens: Sequence[int]) -> list[str]:
-    return list(get_storage_hash_str(RadixKey(array("q", tokens)), None, page_size=PAGE))
+def hashes(tokens: Sequence[int], extra: str | None = None, *, drafts: bool = False) -> list[str]:
+    """The keys of the prompt's whole pages. `drafts`: each token is hashed with the next one."""
+    pages = RadixKey(array("q", tokens), extra, is_bigram=drafts).page_aligned(PAGE)
+    return list(get_storage_hash_str(pages, None, page_size=PAGE))
 
 
 class Tree:
-    def __init__(self, kind: str, endpoint: str, arguments: ServerArgs, linker: type = KVServerLinker) -> None:
+    """`before`: what is done to SGLang's parameters before the linker sees them."""
+
+    def __init__(
+        self,
+        kind: str,
+        endpoint: str,
+        arguments: ServerArgs,
+        linker: type = KVServerLinker,
+        before: Callable[[CacheInitParams], object] = lambda params: None,
+    ) -> None:
         self.params = params_of(kind)
         self.cache = UnifiedRadixCache(self.params)
         self.pools = {pool.name: pool for pool in pools_of(self.params, PAGE)}
+        before(self.params)
         self.linker = linker(
             arguments, self.params, components=set(self.cache.components),
             extra_config={"kvserver.endpoint": endpoint, **EXTRA},
@@ -160,23 +174,26 @@ class Tree:
 
     # ---- requests -----------------------------------------------------------------------------
 
-    def compute(self, tokens: Sequence[int], *, passed: int = 0, seconds: float = 20) -> None:
-        """Insert a computed prompt of whole pages, and wait for its store. The window has passed its first `passed` pages."""
-        allocator, keys = self.params.token_to_kv_pool_allocator, hashes(tokens)
-        found = self.cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens))))
-        own, first = found.device_prefix_len, found.device_prefix_len // PAGE
-        if own == len(tokens):
+    def keys(self, tokens: Sequence[int], extra: str | None = None) -> list[str]:
+        return hashes(tokens, extra, drafts=self.params.is_eagle)
+
+    def compute(self, tokens: Sequence[int], *, passed: int = 0, extra: str | None = None, seconds: float = 20) -> None:
+        """Insert a computed prompt, and wait for its store. The window has passed its first `passed` pages."""
+        allocator, keys = self.params.token_to_kv_pool_allocator, self.keys(tokens, extra)
+        found = self.cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens), extra)))
+        own, first, length = found.device_prefix_len, found.device_prefix_len // PAGE, len(keys) * PAGE
+        if own == length:
             return
-        insert = InsertParams(key=RadixKey(array("q", tokens)), prev_prefix_len=own)
+        insert = InsertParams(key=RadixKey(array("q", tokens), extra), prev_prefix_len=own)
         if SWA in self.pools:
             passed = max(passed, first)
-            new = allocator.full_attn_allocator.alloc(len(tokens) - own)
-            windows = allocator.swa_attn_allocator.alloc(len(tokens) - passed * PAGE)
+            new = allocator.full_attn_allocator.alloc(length - own)
+            windows = allocator.swa_attn_allocator.alloc(length - passed * PAGE)
             allocator.set_full_to_swa_mapping(new[passed * PAGE - own :], windows)
             self.write(self.pools[SWA], rows_of(windows), keys[passed:])
             insert.set_evicted_seqlen(ComponentType.SWA, passed * PAGE)
         else:
-            new = allocator.alloc(len(tokens) - own)
+            new = allocator.alloc(length - own)
         self.write(self.pools["kv"], rows_of(new), keys[first:])
         insert.value = torch.cat([self.cache.path_device_indices(found.last_device_node)[:own], new])
         if MAMBA in self.pools:
@@ -189,18 +206,14 @@ class Tree:
         self.cache.check_hicache_events()
         return not self.cache.linker.pending_offloads
 
-    def hit(self, tokens: Sequence[int], seconds: float = 2.0) -> int:
-        """Tokens that a request for this prompt could load, beyond what the tree has itself."""
-        return int(self._match(tokens, seconds)[1].host_hit_length)
-
-    def _match(self, tokens: Sequence[int], seconds: float = 2.0) -> tuple[Any, Any]:
+    def _match(self, tokens: Sequence[int], extra: str | None = None, seconds: float = 2.0) -> tuple[Any, Any]:
         self._requests += 1
         request = SimpleNamespace(
             rid=f"r{self._requests}", kv=ReqKvInfo(), last_node=None, swa_branching_seqlen=None, session=None
         )
         deadline = time.monotonic() + seconds
         while True:
-            found = self.cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens)), req=request))
+            found = self.cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens), extra), req=request))
             if found.host_hit_length or time.monotonic() > deadline:
                 request.last_node = found.last_device_node
                 return request, found
@@ -208,9 +221,9 @@ class Tree:
             if seconds:
                 time.sleep(0.01)
 
-    def load(self, tokens: Sequence[int]) -> tuple[int, list[tuple[str, int]]]:
+    def load(self, tokens: Sequence[int], extra: str | None = None) -> tuple[int, list[tuple[str, int]]]:
         """(tokens loaded, what is wrong of them) of a request that loads all that it can."""
-        request, found = self._match(tokens)
+        request, found = self._match(tokens, extra)
         if not found.host_hit_length:
             return 0, []
         load = InitLoadBackParams(found.best_match_node, found.host_hit_length, req=request)
@@ -218,7 +231,7 @@ class Tree:
         if not loaded:
             return 0, []
         slots = self.cache.linker.private_load_indices[request.rid]
-        first, keys = found.device_prefix_len // PAGE, hashes(tokens)
+        first, keys = found.device_prefix_len // PAGE, self.keys(tokens, extra)
         end = first + loaded // PAGE
         assert len(slots) == loaded
         wrong = self.wrong(self.pools["kv"], rows_of(slots), keys[first:end])
