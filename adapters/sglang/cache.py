@@ -24,11 +24,13 @@ from kvserver.adapters.common.steps import StepPlan
 from kvserver.adapters.common.worker import Rank, WorkerHalf
 from kvserver.adapters.sglang.budget import Budget
 from kvserver.adapters.sglang.epochs import WeightEpochs
+from kvserver.adapters.sglang.events import EventsAddress
 from kvserver.adapters.sglang.hits import RememberedHits
+from kvserver.adapters.sglang.keys import keys_of, packed
 from kvserver.adapters.sglang.loads import LoadEnd, load
 from kvserver.adapters.sglang.registration import CHUNK_PAGES
 from kvserver.adapters.sglang.settings import SGLangSettings
-from kvserver.protocol import DescribeScheduler, HelloReply, Lookup
+from kvserver.protocol import SGLANG_HASH, DescribeScheduler, HelloReply, Lookup
 
 _SHUT_SECONDS = 1.0
 
@@ -38,9 +40,10 @@ class RankCache:
 
     def __init__(
         self, settings: SGLangSettings, names: EngineNames, links: tuple[Link, Link], rank: Rank, send_queue: SendQueue,
-        faults: Faults, page_tokens: int,
+        faults: Faults, page_tokens: int, events: EventsAddress,
     ) -> None:  # fmt: skip
         self.counters: Counter[str] = Counter()
+        self._events = events
         self._names, self._page_tokens, self._faults = names, page_tokens, faults
         self._link, worker_link = links
         self._dispatcher = Dispatcher(self._link, self.counters, faults)
@@ -65,14 +68,23 @@ class RankCache:
         self._failed.begin_session(self._last_copy + 1)
 
     def _description(self) -> DescribeScheduler:
-        return DescribeScheduler(**asdict(self._names), variant=self._epochs.variant, private=self._epochs.private)
+        return DescribeScheduler(
+            **asdict(self._names),
+            variant=self._epochs.variant,
+            private=self._epochs.private,
+            hash_algorithm=SGLANG_HASH,
+            hash_block_tokens=self._page_tokens,
+            events_endpoint=self._events.endpoint,
+            events_replay_endpoint=self._events.replay_endpoint,
+            events_topic=self._events.topic,
+        )
 
     # ---- lookups and loads --------------------------------------------------------------------
 
     def lookup(self, request_id: str, keys: list[str]) -> int:
         """Count the pages that are worth a load, from the first on."""
         pages = self._budget.affordable(self._hits.pages(request_id, keys))
-        return self._failed.leading(self._epochs.variant, _packed(keys[:pages])) if self._failed else pages
+        return self._failed.leading(self._epochs.variant, packed(keys[:pages])) if self._failed else pages
 
     def _lookup_message(self, request_id: str, keys: bytes) -> Lookup:
         names, epochs = self._names, self._epochs
@@ -81,7 +93,7 @@ class RankCache:
             names.incarnation,
             request_id,
             CHUNK_PAGES,
-            keys,
+            keys_of(keys),
             epochs.variant,
             durability=epochs.durability,
         )
@@ -90,7 +102,7 @@ class RankCache:
         """The number of the copy, and its end."""
         self._hits.forget(request_id)
         spec = LoadSpec(
-            self._next_copy(), request_id, self._epochs.variant, CHUNK_PAGES, _packed(keys), pack_blocks(pages),
+            self._next_copy(), request_id, self._epochs.variant, CHUNK_PAGES, packed(keys), pack_blocks(pages),
             skip_blocks=0, tokens=len(pages) * self._page_tokens, durability=self._epochs.durability,
         )  # fmt: skip
         began = time.monotonic()
@@ -115,7 +127,7 @@ class RankCache:
         self._budget.computed(len(pages))
         number = self._next_copy()
         spec = StoreSpec(
-            number, f"store-{number}", self._epochs.variant, CHUNK_PAGES, _packed(keys), pack_blocks(pages),
+            number, f"store-{number}", self._epochs.variant, CHUNK_PAGES, packed(keys), pack_blocks(pages),
             durability=self._epochs.durability, step=number,
         )  # fmt: skip
         self._half.begin_step(number)
@@ -176,7 +188,3 @@ class RankCache:
         self._half.shut()
         self._dispatcher.close()
         self._link.stop(_SHUT_SECONDS)
-
-
-def _packed(keys: list[str]) -> bytes:
-    return bytes.fromhex("".join(keys))

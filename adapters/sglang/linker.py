@@ -27,6 +27,7 @@ from kvserver.adapters.common.send_queue import DirectSendQueue, OrderedSendQueu
 from kvserver.adapters.common.settings import read_settings
 from kvserver.adapters.sglang.cache import RankCache
 from kvserver.adapters.sglang.contract import differences, without_cache
+from kvserver.adapters.sglang.events import EventsAddress, events_of
 from kvserver.adapters.sglang.kept_slots import KeptSlots
 from kvserver.adapters.sglang.loads import LoadEnd
 from kvserver.adapters.sglang.names import names_of
@@ -114,7 +115,10 @@ class Linker(UnifiedCacheLinker):  # type: ignore[misc]
         for link in links:
             link.start(settings.connect_timeout_ms / 1000)
         queue = self._send_queue(registration.on_gpu)
-        return RankCache(settings, names, links, registration.rank, queue, self.faults, self._page_tokens)
+        events = EventsAddress()
+        with self.faults.guarded("addresses of KV events"):
+            events = events_of(server_args.kv_events_config, get_parallel().dp_rank)
+        return RankCache(settings, names, links, registration.rank, queue, self.faults, self._page_tokens, events)
 
     def _send_queue(self, on_gpu: bool) -> SendQueue:
         """On a GPU messages wait for what the engine has queued on the pages, on the scheduler's stream and on the forward's."""
