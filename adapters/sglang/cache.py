@@ -24,11 +24,13 @@ from kvserver.adapters.common.steps import StepPlan
 from kvserver.adapters.common.worker import Rank, WorkerHalf
 from kvserver.adapters.sglang.budget import Budget
 from kvserver.adapters.sglang.epochs import WeightEpochs
+from kvserver.adapters.sglang.events import EventsAddress
 from kvserver.adapters.sglang.hits import RememberedHits
+from kvserver.adapters.sglang.keys import keys_of, packed
 from kvserver.adapters.sglang.loads import LoadEnd, load
 from kvserver.adapters.sglang.registration import CHUNK_PAGES
 from kvserver.adapters.sglang.settings import SGLangSettings
-from kvserver.protocol import DescribeScheduler, HelloReply, Lookup
+from kvserver.protocol import SGLANG_HASH, DescribeScheduler, HelloReply, Lookup
 
 _SHUT_SECONDS = 1.0
 
@@ -53,11 +55,12 @@ class RankCache:
 
     def __init__(
         self, settings: SGLangSettings, names: EngineNames, links: tuple[Link, Link], rank: Rank, send_queue: SendQueue,
-        faults: Faults, page_tokens: int, groups: int = 1,
+        faults: Faults, page_tokens: int, events: EventsAddress, groups: int = 1,
     ) -> None:  # fmt: skip
         """`groups`: the number of the engine's object groups; the first is of full attention."""
         self._groups = groups
         self.counters: Counter[str] = Counter()
+        self._events = events
         self._names, self._page_tokens, self._faults = names, page_tokens, faults
         self._link, worker_link = links
         self._dispatcher = Dispatcher(self._link, self.counters, faults)
@@ -84,7 +87,16 @@ class RankCache:
         self._hits.forget_all()
 
     def _description(self) -> DescribeScheduler:
-        return DescribeScheduler(**asdict(self._names), variant=self._epochs.variant, private=self._epochs.private)
+        return DescribeScheduler(
+            **asdict(self._names),
+            variant=self._epochs.variant,
+            private=self._epochs.private,
+            hash_algorithm=SGLANG_HASH,
+            hash_block_tokens=self._page_tokens,
+            events_endpoint=self._events.endpoint,
+            events_replay_endpoint=self._events.replay_endpoint,
+            events_topic=self._events.topic,
+        )
 
     # ---- lookups and loads --------------------------------------------------------------------
 
@@ -98,7 +110,7 @@ class RankCache:
 
     def _worth_loading(self, keys: list[str], pages: int) -> int:
         pages = self._budget.affordable(pages)
-        return self._failed.leading(self._epochs.variant, _packed(keys[:pages])) if self._failed else pages
+        return self._failed.leading(self._epochs.variant, packed(keys[:pages])) if self._failed else pages
 
     def _lookup_message(self, request_id: str, keys: bytes) -> Lookup:
         names, epochs = self._names, self._epochs
@@ -107,7 +119,7 @@ class RankCache:
             names.incarnation,
             request_id,
             CHUNK_PAGES,
-            keys,
+            keys_of(keys),
             epochs.variant,
             durability=epochs.durability,
             boundaries=self._groups > 1,
@@ -119,7 +131,7 @@ class RankCache:
         pages = len(parts[0].rows)
         specs = [
             LoadSpec(
-                self._next_copy(), request_id, self._epochs.variant, CHUNK_PAGES, _packed(part.keys),
+                self._next_copy(), request_id, self._epochs.variant, CHUNK_PAGES, packed(part.keys),
                 pack_blocks(part.rows), skip_blocks=0, group=part.group, tokens=pages * self._page_tokens,
                 copies=len(parts), durability=self._epochs.durability,
             )
@@ -149,7 +161,7 @@ class RankCache:
         numbers = [self._next_copy() for _ in parts]
         specs = [
             StoreSpec(
-                number, f"store-{numbers[0]}", self._epochs.variant, CHUNK_PAGES, _packed(part.keys),
+                number, f"store-{numbers[0]}", self._epochs.variant, CHUNK_PAGES, packed(part.keys),
                 pack_blocks(part.rows), group=part.group, durability=self._epochs.durability, step=numbers[0],
             )
             for number, part in zip(numbers, parts, strict=True)
@@ -217,7 +229,3 @@ class RankCache:
         self._half.shut()
         self._dispatcher.close()
         self._link.stop(_SHUT_SECONDS)
-
-
-def _packed(keys: list[str]) -> bytes:
-    return bytes.fromhex("".join(keys))

@@ -26,6 +26,7 @@ from kvserver.adapters.common.send_queue import DirectSendQueue, OrderedSendQueu
 from kvserver.adapters.common.settings import read_settings
 from kvserver.adapters.sglang.cache import Part, RankCache
 from kvserver.adapters.sglang.contract import differences, without_cache
+from kvserver.adapters.sglang.events import EventsAddress, events_of
 from kvserver.adapters.sglang.kept_slots import Allocator, KeptSlots
 from kvserver.adapters.sglang.loads import LoadEnd
 from kvserver.adapters.sglang.names import names_of
@@ -118,7 +119,12 @@ class Linker(UnifiedCacheLinker):  # type: ignore[misc]
         for link in links:
             link.start(settings.connect_timeout_ms / 1000)
         queue = self._send_queue(registration.on_gpu)
-        cache = RankCache(settings, names, links, registration.rank, queue, self.faults, self._page_tokens, len(pools))
+        events = EventsAddress()
+        with self.faults.guarded("addresses of KV events"):
+            events = events_of(server_args.kv_events_config, get_parallel().dp_rank)
+        cache = RankCache(
+            settings, names, links, registration.rank, queue, self.faults, self._page_tokens, events, len(pools)
+        )
         self.pools |= {PoolName(pool.name): pool for pool in pools[1:]}
         return cache
 

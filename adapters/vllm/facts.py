@@ -13,6 +13,7 @@ from vllm.distributed import kv_events
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core import kv_cache_utils
 
+from kvserver.adapters.common.addresses import local
 from kvserver.adapters.common.notices import EngineNames
 from kvserver.adapters.common.settings import PREFIX
 from kvserver.adapters.vllm.groups import object_groups
@@ -123,10 +124,3 @@ def _events_of(vllm_config: Any) -> tuple[str, str, str]:
     if not ("*" in endpoint or "::" in endpoint or endpoint.startswith("ipc://")) or endpoint.endswith(":0"):
         return "", "", ""
     return local(endpoint), "" if replay_endpoint.endswith(":0") else local(replay_endpoint), config.topic
-
-
-def local(endpoint: str) -> str:
-    """Address by which this machine connects to a listener at `endpoint`."""
-    for wildcard, address in (("//*:", "//127.0.0.1:"), ("//0.0.0.0:", "//127.0.0.1:"), ("//[::]:", "//[::1]:")):
-        endpoint = endpoint.replace(wildcard, address)
-    return endpoint

@@ -158,5 +158,5 @@ class Instances:
             raise KVServerError(
                 ErrorCode.DUPLICATE_INSTANCE,
                 f"instance id {instance.instance_id!r} belongs to another live engine; give each engine its own "
-                "kv_transfer_config engine_id",
+                "engine_id (vLLM: kv_transfer_config, SGLang: kvserver.engine_id)",
             )

@@ -87,6 +87,7 @@ from kvserver.protocol.messages import (
 from kvserver.protocol.planes import Plane, block_bytes, group_count, planes_of
 from kvserver.protocol.routing import (
     MOST_EXTRA_KEY_BYTES,
+    SGLANG_HASH,
     ChunkContents,
     DescribeScheduler,
     EngineLoad,

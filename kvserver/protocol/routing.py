@@ -22,6 +22,9 @@ Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
 FrontEnd: TypeAlias = Annotated[int, Meta(ge=0, le=1023)]
 HashForm: TypeAlias = Literal["", "bytes", "int"]  # "": the engine publishes no KV events
 
+# DescribeScheduler.hash_algorithm of SGLang: SHA-256 over the page before and the page's tokens, u32 little-endian. Its short form is
+# the first 8 bytes. Keys of such engines are the hash with its first 8 bytes moved to the end, so that they end in the short form.
+SGLANG_HASH = "sglang_sha256"
 MOST_EXTRA_KEY_BYTES = 1024  # for each block of a ChunkContents
 
 

@@ -30,9 +30,9 @@ import msgspec
 from msgspec import Meta
 
 from kvserver.kv_events import ReaderConnected
-from kvserver.protocol import WAIT_SECONDS, Histogram, Label, Name, Text
+from kvserver.protocol import SGLANG_HASH, WAIT_SECONDS, Histogram, Label, Name, Text
 from kvserver.protocol.status import EngineStatus, InstanceStatus
-from kvserver.routing.block_hashes import ALGORITHMS, hash_blocks
+from kvserver.routing.block_hashes import ALGORITHMS, hash_blocks, hash_pages
 from kvserver.routing.prefix_index import KVIndex, Match
 from kvserver.telemetry import Family, Kind
 
@@ -149,16 +149,25 @@ class MatchPages:
         engines = self._index.known_engines(query.model, query.instance_ids)
         if query.tokens is not None:
             return self._match_tokens(engines, query, query.tokens)
-        hashes, hash_bytes = _joined(query)
-        matched = self._index.match(engines, hashes, hash_bytes)
-        return self._found(zip(engines, matched, [len(hashes) // hash_bytes] * len(engines), strict=True))
+        found: list[tuple[ReaderConnected, Match, int]] = []
+        of_sglang = [engine for engine in engines if engine.scheduler.hash_algorithm == SGLANG_HASH]
+        others = [engine for engine in engines if engine not in of_sglang]
+        for is_sglang, alike in ((False, others), (True, of_sglang)):
+            if alike or not (engines or is_sglang):  # without engines, too, a query is checked
+                hashes, hash_bytes = _joined(query, is_sglang, signed=bool(of_sglang))
+                blocks = len(hashes) // hash_bytes
+                found += [
+                    (*each, blocks) for each in zip(alike, self._index.match(alike, hashes, hash_bytes), strict=True)
+                ]
+        order = {engine.instance_id: number for number, engine in enumerate(engines)}
+        return self._found(sorted(found, key=lambda each: order[each[0].instance_id]))
 
     def _match_tokens(self, engines: list[ReaderConnected], query: _Query, tokens: list[int]) -> Answer:
         if not query.model:
             raise BadQuery(400, "bad_query", "tokens need a model")
         if bool(query.lora_name) != bool(query.lora_path):
             raise BadQuery(400, "bad_query", "a LoRA is hashed by lora_name and lora_path")
-        skipped = {engine.instance_id: reason for engine in engines if (reason := unhashable(engine))}
+        skipped = {engine.instance_id: reason for engine in engines if (reason := unhashable(engine, query.lora_name))}
         if engines and len(skipped) == len(engines):
             raise BadQuery(400, "unsupported_hashes", next(iter(skipped.values())))
         chains: dict[tuple[Any, ...], list[ReaderConnected]] = {}
@@ -199,9 +208,11 @@ class MatchPages:
         }
 
 
-def unhashable(engine: ReaderConnected) -> str:
-    """Reason why tokens cannot be hashed for this engine; "" if they can."""
+def unhashable(engine: ReaderConnected, lora: str = "") -> str:
+    """Reason why tokens, with that LoRA, cannot be hashed for this engine; "" if they can."""
     scheduler = engine.scheduler
+    if scheduler.hash_algorithm == SGLANG_HASH:
+        return f"{engine.instance_id} serves no LoRA" if lora else ""
     if scheduler.hash_algorithm not in ALGORITHMS:
         return f"{engine.instance_id} hashes blocks by {scheduler.hash_algorithm or 'an unknown algorithm'}; send block_hashes"
     if not scheduler.hash_start or engine.block_tokens % scheduler.hash_block_tokens:
@@ -218,6 +229,11 @@ def _chain(engine: ReaderConnected) -> tuple[Any, ...]:
 def _hashes(engine: ReaderConnected, query: _Query, tokens: list[int]) -> bytes:
     """The hashes of the engine's blocks. Each is the last hash among the smaller blocks that the engine hashes."""
     scheduler = engine.scheduler
+    if scheduler.hash_algorithm == SGLANG_HASH:
+        try:
+            return b"".join(hash_pages(engine.block_tokens, tokens, query.cache_salt))
+        except OverflowError as error:
+            raise BadQuery(400, "bad_query", f"a token id of SGLang has 32 bits: {error}") from None
     lora = (query.lora_name, query.lora_path) if query.lora_name else None
     whole = tokens[: len(tokens) // engine.block_tokens * engine.block_tokens]
     fine = hash_blocks(
@@ -234,23 +250,30 @@ def _decoded(body: bytes, form: str) -> _JsonQuery | _MsgpackQuery:
         raise BadQuery(400, "bad_query", str(error)) from None
 
 
-def _joined(query: _JsonQuery | _MsgpackQuery) -> tuple[bytes | memoryview, int]:
-    """(hashes end to end, bytes of each): as received, or the last 8 bytes of each."""
+def _joined(query: _JsonQuery | _MsgpackQuery, is_sglang: bool, signed: bool) -> tuple[bytes | memoryview, int]:
+    """(hashes end to end, bytes of each): as received, or the short form of each, 8 bytes."""
     hashes = query.block_hashes
     if isinstance(hashes, memoryview):
         if len(hashes) % query.hash_bytes:
             raise BadQuery(400, "bad_hashes", f"{len(hashes)} bytes are no whole hashes of {query.hash_bytes}")
-        return hashes, query.hash_bytes
+        if not is_sglang:
+            return hashes, query.hash_bytes
+        short = [
+            _short(bytes(hashes[at : at + query.hash_bytes]), True, signed)
+            for at in range(0, len(hashes), query.hash_bytes)
+        ]
+        return b"".join(short), 8
     try:
-        return b"".join([_last_bytes(value) for value in hashes or []]), 8
+        return b"".join([_short(value, is_sglang, signed) for value in hashes or []]), 8
     except (ValueError, OverflowError) as error:
         raise BadQuery(400, "bad_hashes", f"a hash is 8 to 32 bytes, or an integer of 64 bits: {error}") from None
 
 
-def _last_bytes(value: str | bytes | int) -> bytes:
+def _short(value: str | bytes | int, is_sglang: bool, signed: bool) -> bytes:
+    """The last 8 bytes, of SGLang's the first 8. An integer has no more; `signed`: it may be negative."""
     if isinstance(value, int):
-        return value.to_bytes(8, "big")
+        return value.to_bytes(8, "big", signed=signed and value < 0)
     raw = bytes.fromhex(value) if isinstance(value, str) else value
     if not 8 <= len(raw) <= 32:
         raise ValueError(f"{len(raw)} bytes")
-    return raw[-8:]
+    return raw[:8] if is_sglang else raw[-8:]

@@ -37,7 +37,8 @@ _FAILURES = {
     " kvserver.load_timeout_ms.",
     "not_found": "A chunk was evicted or cleared between lookup and load: a longer --lease-seconds, or a shorter"
     " kvserver.lookup_age_ms, where requests wait long.",
-    "cancelled": "The engine gave up (kvserver.load_timeout_ms, or its client disconnected), or the engine is ending.",
+    "cancelled": "The engine gave up (kvserver.load_timeout_ms, of SGLang kvserver.load_wait_ms and kvserver.load_share, or its client disconnected),"
+    " or the engine is ending.",
     "memory_lost": "The memory that the engine had registered is no longer there: look for the engine's end in its log.",
     "device_lost": "The device that copies has failed: restart the daemon, and see its log.",
 }

@@ -68,7 +68,7 @@ def test_a_block_that_is_not_run_is_well_formed(block: Block) -> None:
         assert json.loads(settings)
     help_of = {
         name: subprocess.run([KVSERVER, name, "--help"], capture_output=True, text=True).stdout
-        for name in ("doctor", "status", "bench")
+        for name in ("serve", "doctor", "status", "bench")
     }
     for name, flags in re.findall(r"^kvserver (\w+)(.*)$", block.commands, re.MULTILINE):
         assert all(flag in help_of[name] for flag in re.findall(r"--[\w-]+", flags))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+from pathlib import Path
 
 import kubernetes_validate
 import pytest
@@ -17,6 +18,7 @@ from support.containers import (
     Object,
     built,
     container,
+    with_component,
     workloads,
 )
 
@@ -142,6 +144,24 @@ def test_pods_for_gpus_go_to_nodes_that_are_kept_for_gpus() -> None:
             assert {"key": "nvidia.com/gpu", "operator": "Exists"} in pod["tolerations"]
             requested = any("nvidia.com/gpu" in c["resources"]["limits"] for c in pod["containers"])
             assert requested or pod["nodeSelector"] == {"nvidia.com/gpu.present": "true"}
+
+
+@pytest.mark.parametrize("base", ["base/sidecar", "base/node"])
+def test_sglang_takes_vllms_place_and_all_else_stays(tmp_path: Path, base: str) -> None:
+    objects = with_component(tmp_path, base, "components/sglang")
+    for found in objects:
+        kubernetes_validate.validate(found, NEWEST, strict=True)
+    daemon, engine = container(objects, "kvserver"), container(objects, "vllm")
+    words = engine.words({"POD_NAME": "vllm-0", **engine.environment})
+    assert words[:2] == ["sglang", "serve"]
+    assert "--kv-transfer-config" not in words
+    config = json.loads(words[words.index("--unified-cache-external-linker-config") + 1])
+    endpoint = daemon.environment["KVSERVER_ENDPOINT"]
+    assert config["linker_extra_config"] == {"kvserver.endpoint": endpoint, "kvserver.engine_id": "vllm-0"}
+    (port,) = engine.spec["ports"]
+    assert words[words.index("--port") + 1] == str(port["containerPort"])
+    assert engine.spec["image"] == "sglang-kvserver"
+    assert {"socket", "shm", "models"} <= engine.mounts.keys()
 
 
 # ---- the page -----------------------------------------------------------------------------------

@@ -184,7 +184,7 @@ def test_the_daemon_of_the_image_is_not_root():
     assert final.index(("USER", "${UID}")) < next(i for i, (keyword, _) in enumerate(final) if keyword == "ENTRYPOINT")
 
 
-@pytest.mark.parametrize("name", ["Dockerfile", "vllm.Dockerfile"])
+@pytest.mark.parametrize("name", ["Dockerfile", "vllm.Dockerfile", "sglang.Dockerfile"])
 def test_everything_that_a_dockerfile_copies_is_there_and_in_its_context(name, tmp_path):
     for number, stage in enumerate(stages(DEPLOY / name)):
         (tmp_path / str(number)).mkdir()
@@ -210,6 +210,19 @@ def test_the_services_of_compose_share_the_folder_of_the_endpoint_and_the_user(c
     transfer = json.loads(services["vllm"]["command"][services["vllm"]["command"].index("--kv-transfer-config") + 1])
     assert transfer["kv_connector_extra_config"]["kvserver.endpoint"] == endpoint
     assert (transfer["kv_connector"], transfer["kv_role"]) == ("KVServerConnector", "kv_both")
+
+
+def test_sglang_of_compose_shares_the_folder_the_user_and_the_models(compose):
+    added = yaml.safe_load((DEPLOY / "compose.sglang.yaml").read_text())["services"]
+    assert added["kvserver"].keys() == {"gpus"}, "the rest is compose.yaml's"
+    sglang, vllm = added["sglang"], compose["services"]["vllm"]
+    assert sglang["volumes"] == vllm["volumes"]
+    assert sglang["build"]["args"]["UID"] == vllm["build"]["args"]["UID"]
+    assert (DEPLOY / sglang["build"]["context"] / sglang["build"]["dockerfile"]).is_file()
+    command = sglang["command"]
+    extra = json.loads(command[command.index("--unified-cache-external-linker-config") + 1])["linker_extra_config"]
+    assert extra["kvserver.endpoint"] == environment(stages(DEPLOY / "Dockerfile")[-1])["KVSERVER_ENDPOINT"]
+    assert all(port.startswith("127.0.0.1:") for port in sglang["ports"])
 
 
 def test_every_example_names_its_engine_and_all_of_them_differently(compose):

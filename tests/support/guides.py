@@ -22,6 +22,7 @@ FENCE = re.compile(r"(?:<!-- needs: (?P<needs>\w+) -->\n *)?```sh\n(?P<commands>
 NEEDS = {
     "gpu": "A GPU and its driver.",
     "vllm": "An engine with a model: tests/vllm/test_vllm_guides.py starts one.",
+    "sglang": "An engine with a model: tests/sglang/test_sglang_examples.py parses its flags.",
     "router": "A router of others: test_routers.py starts it, in the long set.",
     "bench": "Minutes of real engines: its page states what it printed.",
     "docker": "A container engine: test_operator_deploy.py takes the steps of the Dockerfile.",

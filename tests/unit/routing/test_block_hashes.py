@@ -10,7 +10,7 @@ import pickle
 
 import pytest
 
-from kvserver.routing.block_hashes import hash_blocks
+from kvserver.routing.block_hashes import hash_blocks, hash_pages
 
 
 def test_cbor_is_canonical():
@@ -43,3 +43,13 @@ def test_what_starts_from_a_secret_is_refused_by_name(algorithm):
         ValueError, match=f"{algorithm or 'unknown'}.*cannot be computed here; sha256 and sha256_cbor can"
     ):
         list(hash_blocks(algorithm, b"start", 16, range(16), None, ""))
+
+
+def test_pages_of_sglang_are_chained_over_their_tokens_and_end_in_the_short_form() -> None:
+    tokens = list(range(100_000, 100_070))
+    first = hashlib.sha256(b"".join(token.to_bytes(4, "little") for token in tokens[:32])).digest()
+    second = hashlib.sha256(first + b"".join(token.to_bytes(4, "little") for token in tokens[32:64])).digest()
+    assert list(hash_pages(32, tokens, "")) == [one[8:] + one[:8] for one in (first, second)]
+    assert list(hash_pages(32, tokens, "salt")) != list(hash_pages(32, tokens, ""))
+    with pytest.raises(OverflowError):
+        list(hash_pages(1, [1 << 32], ""))

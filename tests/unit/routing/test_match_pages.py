@@ -17,10 +17,10 @@ from msgspec import to_builtins
 from kvserver.config import Settings
 from kvserver.kv_events.types import KeysStored, ReaderConnected, Tier
 from kvserver.observability import Observability
-from kvserver.protocol import DescribeScheduler
+from kvserver.protocol import SGLANG_HASH, DescribeScheduler
 from kvserver.protocol.status import DaemonStatus, EngineStatus, InstanceStatus
 from kvserver.routing import MOST_BODY_BYTES, KVIndex, MatchPages
-from kvserver.routing.block_hashes import hash_blocks
+from kvserver.routing.block_hashes import hash_blocks, hash_pages
 from kvserver.routing.match import JSON, MSGPACK, RecentEngineStats
 from kvserver.server import Upkeep
 from kvserver.web.pages import StatusPages
@@ -299,3 +299,67 @@ def test_engine_stats_that_cannot_be_read_keep_their_last_values():
     asked[1].set_exception(RuntimeError("the loop failed"))
     with contextlib.suppress(IndexError):
         assert loads.read() == {"engine": LOAD}
+
+
+# ---- SGLang beside vLLM ---------------------------------------------------------------------------
+
+SGLANG_PREFIX = b"g" * 64
+
+
+def with_sglang(pages: Pages) -> list[bytes]:
+    """An SGLang whose pages of 16 tokens are in L1 but for the last; the whole hashes of all as SGLang has them."""
+    scheduler = DescribeScheduler(
+        "sglang", "1", "model", "", hash_algorithm=SGLANG_HASH, hash_block_tokens=16
+    )  # fmt: skip
+    pages.index.observe(ReaderConnected(1, 0, scheduler, SGLANG_PREFIX, 1, 16))
+    keys = list(hash_pages(16, TOKENS, ""))
+    pages.index.observe(KeysStored(Tier.L1, SGLANG_PREFIX, keys[:-1]))
+    return [key[24:] + key[:24] for key in keys]
+
+
+def signed(value: bytes) -> int:
+    return int.from_bytes(value[:8], "big", signed=True)
+
+
+@pytest.mark.parametrize(
+    "form", [lambda h: h.hex(), lambda h: h[:8].hex(), signed, lambda h: int.from_bytes(h[:8], "big")]
+)
+def test_blocks_of_sglang_are_found_by_each_form_of_its_hashes(pages: Pages, form: Any) -> None:
+    whole = with_sglang(pages)
+    assert any(signed(one) < 0 for one in whole)
+    (found,) = pages.ask(model="model", instance_ids=["sglang"], block_hashes=[form(one) for one in whole])["instances"]
+    assert (found["blocks"], found["l1"], found["best"]) == (12, 11, 11)
+
+
+def test_blocks_of_sglang_are_found_by_hashes_end_to_end(pages: Pages) -> None:
+    whole = with_sglang(pages)
+    for size in (32, 16, 8):
+        body = {"model": "model", "hash_bytes": size, "block_hashes": b"".join(one[:size] for one in whole)}
+        code, raw, _ = pages.send(msgspec.msgpack.encode(body), MSGPACK)
+        assert code == 200
+        assert [one["l1"] for one in msgspec.msgpack.decode(raw)["instances"]] == [11]
+
+
+def test_tokens_are_hashed_for_each_engine_as_it_hashes(pages: Pages) -> None:
+    with_sglang(pages)
+    pages.index.observe(reader_of())
+    pages.store(hashes_of(TOKENS)[:4])
+    answer = pages.ask(model="model", tokens=TOKENS)
+    assert {one["instance_id"]: one["l1"] for one in answer["instances"]} == {"sglang": 11, "engine": 4}
+    salted = pages.ask(model="model", tokens=TOKENS, cache_salt="other")
+    assert {one["instance_id"]: one["l1"] for one in salted["instances"]} == {"sglang": 0, "engine": 0}
+    answer = pages.ask(model="model", tokens=TOKENS, lora_name="a", lora_path="/a")
+    assert answer["skipped"] == [{"instance_id": "sglang", "reason": "sglang serves no LoRA"}]
+
+
+def test_answers_keep_their_order_where_engines_of_both_kinds_are_asked(pages: Pages) -> None:
+    whole = with_sglang(pages)
+    pages.index.observe(reader_of("a"))
+    pages.index.observe(reader_of("z"))
+    answer = pages.ask(model="model", block_hashes=[signed(one) for one in whole])
+    assert [(one["instance_id"], one["l1"]) for one in answer["instances"]] == [("sglang", 11), ("a", 0), ("z", 0)]
+
+
+def test_tokens_that_sglang_cannot_have_are_refused(pages: Pages) -> None:
+    with_sglang(pages)
+    assert pages.refused(model="model", tokens=[1 << 40] * 16)[0] == 400
