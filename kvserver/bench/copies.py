@@ -51,10 +51,23 @@ def llama_8b(block_tokens: int = 32) -> dict[str, KvLayout]:
     return {name: KvLayout(name, planes, block_tokens * bytes, block_tokens) for name, (planes, bytes) in runs.items()}
 
 
-class CopierRig:
-    """A copier over L1 and one worker's memory, both touched."""
+def _file_region(folder: str, size: int) -> HostRegion:
+    """L1 in a file without a name."""
+    fd = os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600)
+    try:
+        os.ftruncate(fd, size)
+        region = HostRegion(size, fd=fd)
+    finally:
+        os.close(fd)
+    if not region.populate(0, size):
+        raise OSError(f"{folder} has no {size} bytes left")
+    return region
 
-    def __init__(self, layout: KvLayout, tokens: int, threads: int) -> None:
+
+class CopierRig:
+    """A copier over L1 and one worker's memory, both touched. `l1_folder`: L1 is a file of this tmpfs, as of --l1-file."""
+
+    def __init__(self, layout: KvLayout, tokens: int, threads: int, l1_folder: str = "") -> None:
         self.blocks = tokens // layout.block_tokens
         payload = self.blocks * layout.block_bytes
         num_blocks = self.blocks + 1
@@ -63,7 +76,8 @@ class CopierRig:
         os.ftruncate(fd, size)
         page_bytes = page_bytes_for(20 << 30)
         self.pool = PagePool(payload + payload // 16, page_bytes)
-        self.region = HostRegion(self.pool.pages * page_bytes)
+        l1_bytes = self.pool.pages * page_bytes
+        self.region = _file_region(l1_folder, l1_bytes) if l1_folder else HostRegion(l1_bytes)
         self.copier = CpuDevice(self.region, page_bytes, threads)
         memory = FileMapping(os.dup(fd), size)
         words = WordPage(1)

@@ -152,12 +152,6 @@ class Chunk:
         return page_count(self.joined_slots)
 
     @property
-    def slot_ends(self) -> bytes:
-        """Ends of several slots in the form of `_slots`; b"" of a single slot."""
-        count = self.namespace.groups.slot_count
-        return b"" if count == 1 else self._slots[: 4 * count]
-
-    @property
     def joined_slots(self) -> bytes:
         count = self.namespace.groups.slot_count
         return self._slots if count == 1 else self._slots[4 * count :]

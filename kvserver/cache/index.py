@@ -22,7 +22,7 @@ class ChunkRows(NamedTuple):
     """Columns of chunks of one namespace, as pack_chunks() makes them."""
 
     keys: bytes
-    ends: bytes  # `Chunk.slot_ends`
+    ends: bytes  # of the slots, as a chunk of several has them
     counts: bytes  # u32: extents of each
     extents: bytes
 

@@ -54,6 +54,15 @@ MUTANTS = (
            "kvserver/cache/namespace.py", "fingerprint", "[first.instance_id, first.incarnation] if", "[] if"),
     Mutant("ranks of two configurations are taken for one engine's", "unit/cache/test_namespace.py",
            "kvserver/cache/namespace.py", "check_agreement", "if _digest(", "if False and _digest("),
+    # L1 over a restart
+    Mutant("a chunk of a kept L1 is found without its digest",
+           "daemon/test_l1_file.py::test_chunks_with_flipped_bits_are_not_served",
+           "kvserver/restart/adoption.py", "Adoption._whole", "if found == digests:", "if True:"),
+    Mutant("a crash leaves the state of an earlier L1", "daemon/test_l1_file.py::test_nothing_is_kept_after_a_crash",
+           "kvserver/restart/kept_l1.py", "RestartableL1.begin", "self._file.remove_state()", "pass"),
+    Mutant("two chunks of one key are adopted", "unit/restart/test_adoption.py::test_second_of_two_equal_keys_is_dropped",
+           "kvserver/restart/adoption.py", "Adoption._adopt", "for extent in extents(self._extents(row, row + 1)) if chunk is None else ():",
+           "for extent in ():"),
     # Tiers of L2
     Mutant("two machines write to one folder on NFS", "issues/test_two_machines_used_one_folder_on_nfs.py",
            "kvserver/l2/files/folder.py", "Folder._lock", "locked = self._locked(self._lock_fd) or locked", "pass"),

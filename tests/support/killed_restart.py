@@ -3,8 +3,8 @@
     python killed_restart.py serve FLAG…
 
 The environment's KVSERVER_TEST_STEP is `start:N`, which counts from the read of the state until all is adopted, or `end:N`, which counts
-the snapshot of L1 and its writing. No such step: the daemon lives, and adds `start N` or `end N` with the last one to the file that
-KVSERVER_TEST_STEPS names. KVSERVER_TEST_FORMAT is the format of the states of this daemon.
+the snapshot of L1 and its writing. A number beyond the last step is the last one: threads make their number vary. With step 0 the daemon
+lives, and adds `start N` or `end N` with the last one to the file that KVSERVER_TEST_STEPS names. KVSERVER_TEST_FORMAT is the format of the states of this daemon.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ class Steps:
         if not self._counted:
             return
         self._count += 1
-        if self._count == self._number:
+        last = event == "return" and _LAST.get(code) == self._phase
+        if self._count == self._number or (last and self._number):
             os.kill(os.getpid(), signal.SIGKILL)
-        if event == "return" and _LAST.get(code) == self._phase:
+        if last:
             self._counted = False
             with open(self._report, "a") as report:
                 report.write(f"{self._phase} {self._count}\n")
