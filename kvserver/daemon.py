@@ -77,7 +77,7 @@ def _run(configuration: Configuration, hardware: Hardware, drain_seconds: float)
     """Returns the parts, at rest, and what stays of L1, for people."""
     settings = configuration.settings
     http_token = read_token(settings.http_token_file)
-    file = L1File(settings.l1_file) if settings.l1_file else None
+    file = L1File(settings.l1_file, settings.endpoint) if settings.l1_file else None
     chosen = file.choose(settings) if file is not None else chosen_l1(settings)
     endpoint = Endpoint(settings.endpoint)
     try:

@@ -26,6 +26,7 @@ from kvserver.config import (
     choose_l1,
     field_types,
     interleaved_nodes,
+    l1_state_path,
     memory_limit,
     misspelt_variables,
     parse_size,
@@ -151,7 +152,10 @@ def l1_file(machine: Machine) -> Finding:
         return ok("there is no --l1-file, so L1 ends with the daemon")
     if not (kept := _kept_bytes(machine)):
         return ok(f"{path} has no memory yet; it keeps that of L1 after a stop")
-    state = Path(f"{path}.state")
+    try:
+        state = l1_state_path(path, machine.settings.endpoint)
+    except ConfigError as error:
+        return problem(str(error), "--endpoint ipc:///run/kvserver/kvserver.sock")
     what = "the chunks that a daemon left in it" if state.exists() else "no chunks of an ended daemon"
     return ok(f"{path} has {size(kept)} of memory, also after a stop, and {what}; rm {path} {state} frees it")
 

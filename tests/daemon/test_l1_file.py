@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 from support.daemon import Daemon, wait_until
-from support.kept_l1 import hits, restart, start, state_of, store_prompt
+from support.kept_l1 import hits, refusal, restart, start, state_of, store_prompt
 from support.memory import two_groups
 from support.registration import identity
 from support.worker import Worker, make_keys
 
-from kvserver.protocol import Durability, ObjectGroup
+from kvserver.protocol import Durability, LookupReply, ObjectGroup
 from kvserver.restart import L1File
 
 Make = Callable[..., Daemon]
@@ -215,6 +215,45 @@ def test_storage_that_comes_and_goes_keeps_chunks(kept: Daemon) -> None:
     kept.audit()
 
 
+@pytest.mark.parametrize("numa", ["off", "bind:0"])
+def test_other_memory_nodes_keep_chunks(kept: Daemon, numa: str) -> None:
+    prompt = store_prompt(kept)
+    restart(kept, l1_numa=numa)
+    assert hits(kept, prompt) == 3
+    kept.audit()
+
+
+def test_blocks_of_a_last_chunk_are_kept_and_dropped_once_tails_are_off(kept: Daemon) -> None:
+    engine: dict[str, Any] = {"groups": (ObjectGroup("full", (0,), 16),)}
+    prompt, tail = store_prompt(kept, 2, **engine), make_keys(3)
+    with Worker(kept.endpoint, tails=True, **engine) as worker:
+        worker.store(tail, [20, 30, 40], group=1, first_chunk=8, after=prompt.keys[1])
+
+    def tail_blocks() -> int:
+        with Worker(kept.endpoint, tails=True, **engine) as worker:
+            message = worker.lookup_message(prompt.keys, tail_keys=b"".join(tail))
+            return worker.ask(message, LookupReply).tail_blocks
+
+    assert tail_blocks() == 3
+    restart(kept)
+    assert tail_blocks() == 3
+    restart(kept, tails="off")
+    assert kept.status()["l1"]["tail_blocks"] == 0
+    assert "3 of 5 chunks of L1 are of no use with other --chunk-tokens or --tails" in kept.log
+    assert hits(kept, prompt, **engine) == 2
+    restart(kept, tails="on")
+    assert (hits(kept, prompt, **engine), tail_blocks()) == (2, 0)
+    kept.audit()
+
+
+def test_late_store_of_an_engine_that_became_private_costs_no_chunks(kept: Daemon) -> None:
+    prompt = store_prompt(kept)
+    late = store_prompt(kept, durability=Durability.PROCESS)
+    restart(kept)
+    assert (hits(kept, prompt), hits(kept, late)) == (3, 3)
+    kept.audit()
+
+
 def test_chunks_of_another_chunk_size_are_dropped(kept: Daemon) -> None:
     store_prompt(kept)
     restart(kept, chunk_tokens=32)
@@ -304,14 +343,6 @@ def test_kill_while_a_state_is_written_or_adopted_leads_to_no_wrong_byte(kept: D
 # ---- refused ------------------------------------------------------------------------------------
 
 
-def refusal(daemon: Daemon) -> str:
-    """The one line with which a daemon with these flags ends."""
-    ended = subprocess.run(daemon.command(), capture_output=True, text=True, timeout=20)
-    assert ended.returncode == 2, ended.stderr
-    (line,) = ended.stderr.strip().splitlines()
-    return line
-
-
 def test_second_daemon_on_the_file_is_refused(kept: Daemon, make_daemon: Make, path: Path) -> None:
     prompt = store_prompt(kept)
     assert "another daemon uses it" in refusal(make_daemon(start=False, l1_file=path))
@@ -321,7 +352,7 @@ def test_second_daemon_on_the_file_is_refused(kept: Daemon, make_daemon: Make, p
 def test_file_on_a_disk_is_refused(make_daemon: Make) -> None:
     daemon = make_daemon(start=False)
     daemon.flags["l1_file"] = daemon.folder / "l1"
-    assert "name a file on tmpfs" in refusal(daemon)
+    assert "name a file on tmpfs or hugetlbfs" in refusal(daemon)
 
 
 def test_file_that_others_may_use_is_refused(make_daemon: Make, path: Path) -> None:
@@ -342,10 +373,10 @@ def test_file_system_without_the_memory_is_refused(make_daemon: Make, path: Path
 
 
 def test_start_that_is_refused_leaves_a_larger_file_as_it_is(path: Path) -> None:
-    first = L1File(str(path))
+    first = L1File(str(path), "ipc:///none")
     first.resize(4 << 20)
     os.close(first.fd)
-    second = L1File(str(path))
+    second = L1File(str(path), "ipc:///none")
     second.resize(1 << 20)
     assert path.stat().st_size == 4 << 20
     second.shrink()
@@ -354,7 +385,7 @@ def test_start_that_is_refused_leaves_a_larger_file_as_it_is(path: Path) -> None
 
 
 def test_state_that_finds_no_room_leaves_no_part_of_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = L1File(str(path))
+    file = L1File(str(path), "ipc:///none")
 
     def no_room(fd: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,3 +56,11 @@ def start(daemon: Daemon, **flags: Any) -> Daemon:
 
 def state_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.state")
+
+
+def refusal(daemon: Daemon) -> str:
+    """The one line with which a daemon with these flags ends."""
+    ended = subprocess.run(daemon.command(), capture_output=True, text=True, timeout=20)
+    assert ended.returncode == 2, ended.stderr
+    (line,) = ended.stderr.strip().splitlines()
+    return line
