@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvserver.config import (
+    FDSTORE,
     HUGE_PAGE_BYTES,
     GiB,
     MiB,
@@ -150,6 +151,8 @@ def l1_file(machine: Machine) -> Finding:
     path = machine.settings.l1_file
     if not path:
         return ok("there is no --l1-file, so L1 ends with the daemon")
+    if path == FDSTORE:
+        return ok("the service manager has L1's memory: a restart of the unit keeps it, a stop frees it")
     if not (kept := _kept_bytes(machine)):
         return ok(f"{path} has no memory yet; it keeps that of L1 after a stop")
     try:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from kvserver.protocol import ConfigError
 
+FDSTORE = "fdstore:"  # value of --l1-file: no path, but the descriptor store of the service manager
+
 
 def l1_state_path(path: str, endpoint: str) -> Path:
     """Path of the state of an L1 file: beside it, or on hugetlbfs beside the endpoint. ConfigError where neither is possible."""

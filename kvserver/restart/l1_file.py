@@ -40,9 +40,13 @@ class L1File:
         except BaseException:
             os.close(self.fd)
             raise
+        state = l1_state_path(path, endpoint)
+        self._state, self._new_state = state, state.with_name(f"{state.name}.new")
+        self.state_path, self.freed_by = str(state), f"rm {path} {state}"
+        self._look()
+
+    def _look(self) -> None:
         self._page_bytes = os.fstatvfs(self.fd).f_bsize
-        self.state_path = l1_state_path(path, endpoint)
-        self._new_state = self.state_path.with_name(f"{self.state_path.name}.new")
         self.size_before = os.fstat(self.fd).st_size
         self.size = 0  # bytes that are L1, in whole pages of the file system
         self.reserved_bytes = 0  # the first ones have memory
@@ -117,7 +121,7 @@ class L1File:
     def read_state(self) -> bytes | None:
         """The file's bytes; None if there is no file. OSError if it cannot be read, or is not this user's own file."""
         try:
-            fd = os.open(self.state_path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+            fd = os.open(self._state, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError:
             return None
         with open(fd, "rb") as file:
@@ -128,7 +132,7 @@ class L1File:
 
     def remove_state(self) -> None:
         """Durable when it returns. OSError if a later daemon may still find one."""
-        for path in (self._new_state, self.state_path):
+        for path in (self._new_state, self._state):
             with suppress(FileNotFoundError):
                 path.unlink()
                 self._sync_folder()
@@ -147,11 +151,11 @@ class L1File:
             with suppress(OSError):
                 new.unlink()
             raise
-        new.replace(self.state_path)
+        new.replace(self._state)
         self._sync_folder()
 
     def _sync_folder(self) -> None:
-        fd = os.open(self.state_path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fd = os.open(self._state.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
         finally:
