@@ -153,6 +153,10 @@ def test_restart_of_the_unit_keeps_l1_and_a_stop_frees_what_systemd_keeps(machin
         wait_until(adopted, what="L1 is adopted")
         assert found() == (3, digest)
         machine.run(f": >{LOG}")
+    machine.run("systemctl kill -s KILL kvserver")
+    wait_until(lambda: "no daemon left a state" in machine.run(f"cat {LOG}"), what="it begins empty after a crash")
+    chunks, digest = found()
+    assert chunks == 0
     descriptors = 2 if file == "fdstore:" else 0
     assert shown(machine, "NFileDescriptorStore") == str(descriptors)
     machine.run("systemctl stop kvserver")
