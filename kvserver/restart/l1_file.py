@@ -28,7 +28,7 @@ _LEAST_BYTES = 64 << 20  # of a file whose size is that of an L1 of --l1-size au
 class L1File:
     """An open and locked file. ConfigError, naming it, if it cannot be used."""
 
-    def __init__(self, path: str, endpoint: str) -> None:
+    def __init__(self, path: str, endpoint: str = "") -> None:
         self.path = path
         try:
             Path(path).parent.mkdir(mode=0o700, exist_ok=True)

@@ -373,10 +373,10 @@ def test_file_system_without_the_memory_is_refused(make_daemon: Make, path: Path
 
 
 def test_start_that_is_refused_leaves_a_larger_file_as_it_is(path: Path) -> None:
-    first = L1File(str(path), "ipc:///none")
+    first = L1File(str(path))
     first.resize(4 << 20)
     os.close(first.fd)
-    second = L1File(str(path), "ipc:///none")
+    second = L1File(str(path))
     second.resize(1 << 20)
     assert path.stat().st_size == 4 << 20
     second.shrink()
@@ -385,7 +385,7 @@ def test_start_that_is_refused_leaves_a_larger_file_as_it_is(path: Path) -> None
 
 
 def test_state_that_finds_no_room_leaves_no_part_of_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = L1File(str(path), "ipc:///none")
+    file = L1File(str(path))
 
     def no_room(fd: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.daemon import Daemon
-from support.kept_l1 import refusal
+from support.daemon import KVSERVER, Daemon
+from support.kept_l1 import hits, refusal, restart, store_prompt
 from support.server import L1_BYTES, PAGE_BYTES, running_server
 from support.simulators import FakeDevice
 
@@ -126,3 +126,36 @@ def test_l1_in_the_descriptor_store_is_refused_without_a_service_manager() -> No
         assert "start the daemon by systemd" in refusal(daemon)
     finally:
         daemon.close()
+
+
+def test_l1_is_kept_by_a_restart_with_its_descriptors_and_ends_without_them(manager: Manager) -> None:
+    """The test stands in for the service manager, which opens them anew; `test_systemd.py` has a real one."""
+    kept: list[int] = []
+
+    def pass_descriptors(daemon: Daemon) -> None:
+        names = "LISTEN_PID=$$ LISTEN_FDS=2 LISTEN_FDNAMES=kvserver-l1:kvserver-l1-state"
+        passed = " ".join(f"{3 + place}<>/proc/{os.getpid()}/fd/{fd}" for place, fd in enumerate(kept))
+        daemon.program = ("sh", "-c", f'{names} exec {KVSERVER} "$@" {passed}', "kvserver")
+
+    daemon = Daemon(env={"NOTIFY_SOCKET": manager.address}, l1_file="fdstore:")
+    try:
+        daemon.start()
+        while len(kept) < 2:
+            kept += manager.next_with_descriptors()[1]
+        prompt, before = store_prompt(daemon), daemon.program
+        pass_descriptors(daemon)
+        for _ in range(2):
+            restart(daemon)
+            assert hits(daemon, prompt) == 3
+        daemon.kill()
+        daemon.start()
+        assert hits(daemon, prompt) == 0, "a crash leaves no state"
+        prompt = store_prompt(daemon)
+        daemon.program = before
+        restart(daemon)
+        assert hits(daemon, prompt) == 0
+        assert "L1 begins empty: its file is new" in daemon.log
+    finally:
+        daemon.close()
+        for fd in kept:
+            os.close(fd)
