@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from kvserver.config import (
     FDSTORE,
     HUGE_PAGE_BYTES,
@@ -26,6 +28,7 @@ from kvserver.config import (
     bytes_beside_l1,
     choose_l1,
     field_types,
+    huge_pages_at,
     interleaved_nodes,
     l1_state_path,
     memory_limit,
@@ -133,7 +136,7 @@ def shared_memory(machine: Machine) -> Finding:
 def l1_memory(machine: Machine) -> Finding:
     free, bound = available_memory(machine.root)
     try:
-        wanted, placement = choose_l1(machine.settings, machine.root, kept_bytes=_kept_bytes(machine))
+        wanted, placement = _chosen_l1(machine)
     except ConfigError as error:
         fits = max(64, free // 2 // MiB)
         explicit = machine.settings.l1_huge_pages in HUGE_PAGE_BYTES
@@ -163,6 +166,13 @@ def l1_file(machine: Machine) -> Finding:
     return ok(f"{path} has {size(kept)} of memory, also after a stop, and {what}; rm {path} {state} frees it")
 
 
+def _chosen_l1(machine: Machine) -> tuple[int, Placement]:
+    settings = machine.settings
+    if huge_pages := huge_pages_at(settings.l1_file) if settings.l1_file else "":
+        settings = msgspec.structs.replace(settings, l1_huge_pages=huge_pages)
+    return choose_l1(settings, machine.root, kept_bytes=_kept_bytes(machine))
+
+
 def _kept_bytes(machine: Machine) -> int:
     """Memory that L1's file has already."""
     try:
@@ -174,7 +184,7 @@ def _kept_bytes(machine: Machine) -> int:
 def memory_beside_l1(machine: Machine) -> Finding:
     """Check whether a container's limit is enough for L1 and the daemon's other memory: a daemon that grows past it is killed."""
     try:
-        l1_bytes, placement = choose_l1(machine.settings, machine.root, kept_bytes=_kept_bytes(machine))
+        l1_bytes, placement = _chosen_l1(machine)
     except ConfigError as error:  # of a running daemon, whose L1 is what is missing
         if machine.settings.l1_size == "auto":
             return ok(f"not known: {error}")

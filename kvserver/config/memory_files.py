@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from kvserver.config.capacity import HUGE_PAGE_BYTES
 from kvserver.protocol import ConfigError
 
 FDSTORE = "fdstore:"  # value of --l1-file: no path, but the descriptor store of the service manager
@@ -26,6 +27,17 @@ def l1_state_path(path: str, endpoint: str) -> Path:
             f"--l1-file {path}: on hugetlbfs its state is beside the endpoint, which is no file: give ipc:///path"
         )
     return Path(endpoint.removeprefix("ipc://")).parent / f"{path.strip('/').replace('/', '-')}.state"
+
+
+def huge_pages_at(path: str) -> str:
+    """Value of --l1-huge-pages for a file on hugetlbfs, whether or not it exists; "" on another file system."""
+    place = path if os.path.exists(path) else os.path.dirname(path)
+    try:
+        found, page_bytes = os.stat(place), os.statvfs(place).f_bsize
+    except OSError:
+        return ""
+    names = {size: name for name, size in HUGE_PAGE_BYTES.items()}
+    return names.get(page_bytes, "") if file_system_of(found.st_dev) == "hugetlbfs" else ""
 
 
 def file_system_of(device: int) -> str:

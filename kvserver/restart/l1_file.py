@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvserver.config import HUGE_PAGE_BYTES, Placement, Settings, file_system_of, l1_state_path
+from kvserver.config import HUGE_PAGE_BYTES, Placement, Settings, file_system_of, huge_pages_at, l1_state_path
 from kvserver.copy import chosen_l1
 from kvserver.protocol import ConfigError
 
@@ -77,7 +77,7 @@ class L1File:
                     f"on tmpfs there are no explicit huge pages, so --l1-huge-pages {wanted} is refused"
                 )
             return "off" if wanted == "off" else "transparent"
-        (own,) = [name for name, size in HUGE_PAGE_BYTES.items() if size == self._page_bytes] or [""]
+        own = huge_pages_at(self.path)
         if not own or wanted not in ("auto", own):
             raise self._refusal(f"its huge pages have {self._page_bytes} bytes, so --l1-huge-pages {wanted} is refused")
         return own

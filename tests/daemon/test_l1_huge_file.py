@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import tempfile
@@ -85,6 +86,16 @@ def test_auto_size_is_that_of_before(path: Path, make_daemon: Make) -> None:
     restart(daemon, l1_size="auto")
     assert daemon.status()["l1"]["size_bytes"] == 64 * MiB
     assert hits(daemon, prompt) == 3
+
+
+def test_doctor_counts_the_pages_that_l1_has_already(path: Path, make_daemon: Make) -> None:
+    daemon = make_daemon(l1_file=path)
+    assert daemon.terminate() == 0
+    command = [*daemon.program, "doctor", "--json", "--endpoint", daemon.endpoint, "--l1-file", str(path)]
+    ended = subprocess.run([*command, "--l1-size", "90MiB"], capture_output=True, text=True, timeout=120)
+    texts = {row["check"]: row["text"] for row in json.loads(ended.stdout)}
+    assert texts["L1 memory"] == "--l1-size 90MiB is 90 MiB in huge pages of 2MiB that are reserved"
+    assert f"rm {path} {state_of(daemon, path)} frees it" in texts["L1 file"]
 
 
 def test_too_few_huge_pages_are_refused_with_the_number_that_is_missing(path: Path, make_daemon: Make) -> None:
