@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 from support.daemon import Daemon, wait_until
-from support.kept_l1 import hits, refusal, restart, start, state_of, store_prompt
+from support.kept_l1 import hits, refusal, restart, start, state_of, store_prompt, tail_blocks
 from support.memory import two_groups
 from support.registration import identity
 from support.worker import Worker, make_keys
 
-from kvserver.protocol import Durability, LookupReply, ObjectGroup
+from kvserver.protocol import Durability, ObjectGroup
 from kvserver.restart import L1File
 
 Make = Callable[..., Daemon]
@@ -229,20 +229,15 @@ def test_blocks_of_a_last_chunk_are_kept_and_dropped_once_tails_are_off(kept: Da
     with Worker(kept.endpoint, tails=True, **engine) as worker:
         worker.store(tail, [20, 30, 40], group=1, first_chunk=8, after=prompt.keys[1])
 
-    def tail_blocks() -> int:
-        with Worker(kept.endpoint, tails=True, **engine) as worker:
-            message = worker.lookup_message(prompt.keys, tail_keys=b"".join(tail))
-            return worker.ask(message, LookupReply).tail_blocks
-
-    assert tail_blocks() == 3
+    assert tail_blocks(kept, prompt, tail, **engine) == 3
     restart(kept)
-    assert tail_blocks() == 3
+    assert tail_blocks(kept, prompt, tail, **engine) == 3
     restart(kept, tails="off")
     assert kept.status()["l1"]["tail_blocks"] == 0
     assert "3 of 5 chunks of L1 are of no use with other --chunk-tokens or --tails" in kept.log
     assert hits(kept, prompt, **engine) == 2
     restart(kept, tails="on")
-    assert (hits(kept, prompt, **engine), tail_blocks()) == (2, 0)
+    assert (hits(kept, prompt, **engine), tail_blocks(kept, prompt, tail, **engine)) == (2, 0)
     kept.audit()
 
 

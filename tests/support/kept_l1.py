@@ -10,6 +10,8 @@ from typing import Any
 from support.daemon import Daemon, wait_until
 from support.worker import Worker, make_keys
 
+from kvserver.protocol import LookupReply
+
 
 @dataclass
 class Prompt:
@@ -38,6 +40,13 @@ def hits(daemon: Daemon, prompt: Prompt, **options: Any) -> int:
         content = worker.memory.blocks(blocks)
         assert content == prompt.content[: len(content)], "a wrong byte"
         return found
+
+
+def tail_blocks(daemon: Daemon, prompt: Prompt, tail: list[bytes], **options: Any) -> int:
+    """Blocks of the prompt's last chunk that a new engine finds behind its chunks."""
+    with Worker(daemon.endpoint, tails=True, **options) as worker:
+        message = worker.lookup_message(prompt.keys, tail_keys=b"".join(tail))
+        return worker.ask(message, LookupReply).tail_blocks
 
 
 def restart(daemon: Daemon, **flags: Any) -> Daemon:
