@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvserver.protocol import LookupReply
 from support.daemon import Daemon, wait_until
 from support.worker import Worker, make_keys
-
-from kvserver.protocol import LookupReply
 
 
 @dataclass
