@@ -19,6 +19,7 @@ from kvserver import __version__
 from kvserver._native import HostRegion
 from kvserver.cache import POLICIES, Cache, page_bytes_for
 from kvserver.config import (
+    FDSTORE,
     Configuration,
     Placement,
     Settings,
@@ -36,7 +37,7 @@ from kvserver.l2 import make_tier
 from kvserver.observability import Observability
 from kvserver.parts import Parts
 from kvserver.protocol import ConfigError
-from kvserver.restart import KeptL1, L1File, NoKeptL1, RestartableL1
+from kvserver.restart import KeptL1, L1File, NoKeptL1, RestartableL1, StoredL1File
 from kvserver.routing import MatchPages
 from kvserver.server import Endpoint, Server
 from kvserver.snapshots import daemon_status, instances_status
@@ -77,7 +78,7 @@ def _run(configuration: Configuration, hardware: Hardware, drain_seconds: float)
     """Returns the parts, at rest, and what stays of L1, for people."""
     settings = configuration.settings
     http_token = read_token(settings.http_token_file)
-    file = L1File(settings.l1_file) if settings.l1_file else None
+    file = _open_l1_file(settings)
     chosen = file.choose(settings) if file is not None else chosen_l1(settings)
     endpoint = Endpoint(settings.endpoint)
     try:
@@ -110,6 +111,12 @@ def _run(configuration: Configuration, hardware: Hardware, drain_seconds: float)
 
 
 # ---- start --------------------------------------------------------------------------------------
+
+
+def _open_l1_file(settings: Settings) -> L1File | None:
+    if settings.l1_file == FDSTORE:
+        return StoredL1File()
+    return L1File(settings.l1_file, settings.endpoint) if settings.l1_file else None
 
 
 def _make_l1(

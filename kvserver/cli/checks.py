@@ -15,7 +15,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from kvserver.config import (
+    FDSTORE,
     HUGE_PAGE_BYTES,
     GiB,
     MiB,
@@ -25,7 +28,9 @@ from kvserver.config import (
     bytes_beside_l1,
     choose_l1,
     field_types,
+    huge_pages_at,
     interleaved_nodes,
+    l1_state_path,
     memory_limit,
     misspelt_variables,
     parse_size,
@@ -131,7 +136,7 @@ def shared_memory(machine: Machine) -> Finding:
 def l1_memory(machine: Machine) -> Finding:
     free, bound = available_memory(machine.root)
     try:
-        wanted, placement = choose_l1(machine.settings, machine.root, kept_bytes=_kept_bytes(machine))
+        wanted, placement = _chosen_l1(machine)
     except ConfigError as error:
         fits = max(64, free // 2 // MiB)
         explicit = machine.settings.l1_huge_pages in HUGE_PAGE_BYTES
@@ -149,11 +154,23 @@ def l1_file(machine: Machine) -> Finding:
     path = machine.settings.l1_file
     if not path:
         return ok("there is no --l1-file, so L1 ends with the daemon")
+    if path == FDSTORE:
+        return ok("the service manager has L1's memory: a restart of the unit keeps it, a stop frees it")
     if not (kept := _kept_bytes(machine)):
         return ok(f"{path} has no memory yet; it keeps that of L1 after a stop")
-    state = Path(f"{path}.state")
+    try:
+        state = l1_state_path(path, machine.settings.endpoint)
+    except ConfigError as error:
+        return problem(str(error), "--endpoint ipc:///run/kvserver/kvserver.sock")
     what = "the chunks that a daemon left in it" if state.exists() else "no chunks of an ended daemon"
     return ok(f"{path} has {size(kept)} of memory, also after a stop, and {what}; rm {path} {state} frees it")
+
+
+def _chosen_l1(machine: Machine) -> tuple[int, Placement]:
+    settings = machine.settings
+    if huge_pages := huge_pages_at(settings.l1_file) if settings.l1_file else "":
+        settings = msgspec.structs.replace(settings, l1_huge_pages=huge_pages)
+    return choose_l1(settings, machine.root, kept_bytes=_kept_bytes(machine))
 
 
 def _kept_bytes(machine: Machine) -> int:
@@ -167,7 +184,7 @@ def _kept_bytes(machine: Machine) -> int:
 def memory_beside_l1(machine: Machine) -> Finding:
     """Check whether a container's limit is enough for L1 and the daemon's other memory: a daemon that grows past it is killed."""
     try:
-        l1_bytes, placement = choose_l1(machine.settings, machine.root, kept_bytes=_kept_bytes(machine))
+        l1_bytes, placement = _chosen_l1(machine)
     except ConfigError as error:  # of a running daemon, whose L1 is what is missing
         if machine.settings.l1_size == "auto":
             return ok(f"not known: {error}")

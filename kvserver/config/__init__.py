@@ -3,6 +3,7 @@
 from kvserver.config.capacity import HUGE_PAGE_BYTES, available_memory, bytes_beside_l1, memory_limit
 from kvserver.config.http_token import bearer, read_token
 from kvserver.config.logs import log_refused_start, set_up_logging
+from kvserver.config.memory_files import FDSTORE, file_system_of, huge_pages_at, l1_state_path
 from kvserver.config.names import flag, misspelt_variables, unknown_flags, variable
 from kvserver.config.otlp import OtlpEndpoint, parse_otlp_endpoint
 from kvserver.config.placement import Placement, choose_l1, gpu_cpus, gpu_node, interleaved_nodes

@@ -45,7 +45,7 @@ def choose_l1(
     node = nodes[0] if bound else None
     if settings.l1_huge_pages in HUGE_PAGE_BYTES:
         page_bytes = HUGE_PAGE_BYTES[settings.l1_huge_pages]
-        return _explicit_bytes(settings, page_bytes, node, root), Placement(page_bytes, False, nodes, bound)
+        return _explicit_bytes(settings, page_bytes, node, root, kept_bytes), Placement(page_bytes, False, nodes, bound)
     explicit = settings.l1_huge_pages == "auto"
     if explicit and settings.l1_size != "auto":
         wanted = parse_size(settings.l1_size)
@@ -70,9 +70,9 @@ def _fitting_page(size: int, node: int | None, root: Path) -> int:
     return 0
 
 
-def _explicit_bytes(settings: Settings, page_bytes: int, node: int | None, root: Path) -> int:
+def _explicit_bytes(settings: Settings, page_bytes: int, node: int | None, root: Path, kept_bytes: int) -> int:
     """Bytes of an L1 in explicit huge pages; "auto" uses all free ones."""
-    free = free_huge_bytes(page_bytes, root, node)
+    free = free_huge_bytes(page_bytes, root, node) + kept_bytes
     size = free if settings.l1_size == "auto" else parse_size(settings.l1_size)
     needed, had = _pages(max(size, 1), page_bytes), free // page_bytes
     if needed <= had:

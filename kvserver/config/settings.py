@@ -93,9 +93,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     l1_file: Annotated[
         str,
         Meta(
-            description="File on tmpfs that is L1's memory, as /dev/shm/kvserver/l1. A daemon that ends by SIGTERM leaves the chunks in it to the next "
-            "one, with a description in PATH.state; after a crash L1 begins empty. The file keeps its memory until it is removed, beyond the limits of a "
-            "container that has ended. Without a file L1 ends with the daemon."
+            description="File on tmpfs or hugetlbfs that is L1's memory, as /dev/shm/kvserver/l1. A daemon that ends by SIGTERM leaves the chunks in it "
+            "to the next one, with a description in PATH.state, on hugetlbfs beside the endpoint; after a crash L1 begins empty. The file keeps its memory until it is removed, beyond the limits of a "
+            "container that has ended. fdstore: (so, without a path) has systemd keep the memory over a restart of the unit, until its stop. Without a file L1 ends with the daemon."
         ),
     ] = ""
     gpus: Annotated[

@@ -29,7 +29,7 @@ def map_l1(settings: Settings, size: int, wanted: Placement, fd: int = -1) -> tu
     try:
         region = HostRegion(size, wanted.huge_page_bytes, wanted.transparent, list(wanted.nodes), wanted.bound, fd)
     except RuntimeError as error:
-        if not wanted.huge_page_bytes:
+        if not wanted.huge_page_bytes or fd >= 0:
             raise
         if settings.l1_huge_pages != "auto":
             raise ConfigError(

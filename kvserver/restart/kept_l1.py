@@ -138,7 +138,7 @@ class RestartableL1:
             if state.page_bytes != self.pool.page_bytes:
                 raise StateError(f"its pages have {state.page_bytes} bytes, and those of L1 {self.pool.page_bytes}")
         except (OSError, StateError) as error:
-            return empty, f"{self._file.path}.state: {error}"
+            return empty, f"{self._file.state_path}: {error}"
         return _for_settings(state, settings)
 
     def _plan(self) -> list[tuple[int, int]]:
@@ -152,7 +152,7 @@ class RestartableL1:
                 log.info("%d of %d chunks of L1 are beyond its size now", lost, before)
             _, free = kept_pages(self._state.counts, self._state.extents, self.pool.pages)
         except ValueError as error:
-            self._why_empty = f"{self._file.path}.state: {error}"
+            self._why_empty = f"{self._file.state_path}: {error}"
             self._state = self._empty
             free = [(0, self.pool.pages)]
         return free[::-1]
@@ -292,11 +292,11 @@ class RestartableL1:
             self._file.write_state(encode(state))
             kept = state.chunks
         except OSError as error:
-            log.warning("no state of L1 is left, the next daemon begins empty: %s: %s", self._file.path, error)
+            log.warning("no state of L1 is left, the next daemon begins empty: %s: %s", self._file.state_path, error)
         log.info("%d chunks of L1 are left to the next daemon, in %.2f s", kept, time.monotonic() - began)
         return (
             f"; {self._file.allocated_bytes} bytes of memory stay in {self._file.path}, with {kept} chunks for the next "
-            f"daemon: rm {self._file.path} {self._file.path}.state frees them"
+            f"daemon: {self._file.freed_by} frees them"
         )
 
     def _with_generations(self, of: KeptNamespace, adopted: bool) -> KeptNamespace:

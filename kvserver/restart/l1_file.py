@@ -1,10 +1,10 @@
-"""The file that is L1's memory, and the state file beside it.
+"""The file that is L1's memory, and its state file.
 
 Owns: who may use the file, its lock, size and reserved memory, and how a state is replaced and removed. Refuses to know: what the state
 contains (`state`).
 
 The file is on a memory file system. Writing to a page for which that has no memory is a SIGBUS, so only reserved memory is used. The memory
-outlives the daemon: it is free again when the file is removed.
+outlives the daemon: it is free again when the file is removed. On hugetlbfs no file can be written, so the state is beside the endpoint there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvserver.config import HUGE_PAGE_BYTES, Placement, Settings
+from kvserver.config import HUGE_PAGE_BYTES, Placement, Settings, file_system_of, huge_pages_at, l1_state_path
 from kvserver.copy import chosen_l1
 from kvserver.protocol import ConfigError
 
@@ -28,9 +28,8 @@ _LEAST_BYTES = 64 << 20  # of a file whose size is that of an L1 of --l1-size au
 class L1File:
     """An open and locked file. ConfigError, naming it, if it cannot be used."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, endpoint: str = "") -> None:
         self.path = path
-        self._state, self._new_state = Path(f"{path}.state"), Path(f"{path}.state.new")
         try:
             Path(path).parent.mkdir(mode=0o700, exist_ok=True)
             self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
@@ -41,8 +40,15 @@ class L1File:
         except BaseException:
             os.close(self.fd)
             raise
+        state = l1_state_path(path, endpoint)
+        self._state, self._new_state = state, state.with_name(f"{state.name}.new")
+        self.state_path, self.freed_by = str(state), f"rm {path} {state}"
+        self._look()
+
+    def _look(self) -> None:
+        self._page_bytes = os.fstatvfs(self.fd).f_bsize
         self.size_before = os.fstat(self.fd).st_size
-        self.size = 0  # bytes that are L1
+        self.size = 0  # bytes that are L1, in whole pages of the file system
         self.reserved_bytes = 0  # the first ones have memory
 
     # ---- size ---------------------------------------------------------------------------------
@@ -58,17 +64,28 @@ class L1File:
 
     def choose(self, settings: Settings) -> tuple[int, Placement]:
         """Bytes of L1, and their placement. With --l1-size auto L1 is as large as before, if there was one. ConfigError as of choose_l1()."""
-        if settings.l1_huge_pages in HUGE_PAGE_BYTES:
-            raise self._refusal(
-                f"on tmpfs there are no explicit huge pages, so --l1-huge-pages {settings.l1_huge_pages} is refused"
-            )
-        changed = {"l1_huge_pages": "off" if settings.l1_huge_pages == "off" else "transparent"}
+        changed = {"l1_huge_pages": self._pages_for(settings.l1_huge_pages)}
         if settings.l1_size == "auto" and self.size_before >= _LEAST_BYTES:
             changed["l1_size"] = str(self.size_before)
         return chosen_l1(msgspec.structs.replace(settings, **changed), self.allocated_bytes)
 
+    def _pages_for(self, wanted: str) -> str:
+        """The value of --l1-huge-pages that the file system has."""
+        if self._kind == "tmpfs":
+            if wanted in HUGE_PAGE_BYTES:
+                raise self._refusal(
+                    f"on tmpfs there are no explicit huge pages, so --l1-huge-pages {wanted} is refused"
+                )
+            return "off" if wanted == "off" else "transparent"
+        own = huge_pages_at(self.path)
+        if not own or wanted not in ("auto", own):
+            raise self._refusal(f"its huge pages have {self._page_bytes} bytes, so --l1-huge-pages {wanted} is refused")
+        return own
+
     def resize(self, size: int) -> None:
         """Make L1 so large. ConfigError if the file system has not so much memory. A file that is larger stays so until shrink()."""
+        if self._kind == "hugetlbfs":
+            size = -(-size // self._page_bytes) * self._page_bytes
         found = os.fstatvfs(self.fd)
         left = found.f_bavail * found.f_frsize + self.allocated_bytes
         if found.f_blocks and size > left:
@@ -154,9 +171,10 @@ class L1File:
             raise self._refusal(f"it belongs to uid {found.st_uid}, and this is uid {os.geteuid()}")
         if found.st_mode & 0o077:
             raise self._refusal("other users may use it: chmod 600")
-        kind = _kind_of(found.st_dev)
-        if kind != "tmpfs":
-            raise self._refusal(f"it is on {kind or 'an unknown file system'}; name a file on tmpfs, as below /dev/shm")
+        self._kind = file_system_of(found.st_dev)
+        if self._kind not in ("tmpfs", "hugetlbfs"):
+            kind = self._kind or "an unknown file system"
+            raise self._refusal(f"it is on {kind}; name a file on tmpfs or hugetlbfs, as below /dev/shm")
         try:
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -164,13 +182,3 @@ class L1File:
 
     def _refusal(self, why: str) -> ConfigError:
         return ConfigError(f"--l1-file {self.path}: {why}")
-
-
-def _kind_of(device: int) -> str:
-    """The kind of a file system; "" if the kernel does not state it."""
-    number = f"{os.major(device)}:{os.minor(device)}"
-    for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
-        fields, _, rest = line.partition(" - ")
-        if fields.split()[2] == number:
-            return rest.split()[0]
-    return ""

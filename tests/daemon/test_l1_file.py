@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from support.daemon import Daemon, wait_until
-from support.kept_l1 import hits, restart, start, state_of, store_prompt
+from support.kept_l1 import hits, refusal, restart, start, state_of, store_prompt, tail_blocks
 from support.memory import two_groups
 from support.registration import identity
 from support.worker import Worker, make_keys
@@ -259,6 +259,40 @@ def test_storage_that_comes_and_goes_keeps_chunks(kept: Daemon) -> None:
     kept.audit()
 
 
+@pytest.mark.parametrize("numa", ["off", "bind:0"])
+def test_other_memory_nodes_keep_chunks(kept: Daemon, numa: str) -> None:
+    prompt = store_prompt(kept)
+    restart(kept, l1_numa=numa)
+    assert hits(kept, prompt) == 3
+    kept.audit()
+
+
+def test_blocks_of_a_last_chunk_are_kept_and_dropped_once_tails_are_off(kept: Daemon) -> None:
+    engine: dict[str, Any] = {"groups": (ObjectGroup("full", (0,), 16),)}
+    prompt, tail = store_prompt(kept, 2, **engine), make_keys(3)
+    with Worker(kept.endpoint, tails=True, **engine) as worker:
+        worker.store(tail, [20, 30, 40], group=1, first_chunk=8, after=prompt.keys[1])
+
+    assert tail_blocks(kept, prompt, tail, **engine) == 3
+    restart(kept)
+    assert tail_blocks(kept, prompt, tail, **engine) == 3
+    restart(kept, tails="off")
+    assert kept.status()["l1"]["tail_blocks"] == 0
+    assert "3 of 5 chunks of L1 are of no use with other --chunk-tokens or --tails" in kept.log
+    assert hits(kept, prompt, **engine) == 2
+    restart(kept, tails="on")
+    assert (hits(kept, prompt, **engine), tail_blocks(kept, prompt, tail, **engine)) == (2, 0)
+    kept.audit()
+
+
+def test_late_store_of_an_engine_that_became_private_costs_no_chunks(kept: Daemon) -> None:
+    prompt = store_prompt(kept)
+    late = store_prompt(kept, durability=Durability.PROCESS)
+    restart(kept)
+    assert (hits(kept, prompt), hits(kept, late)) == (3, 3)
+    kept.audit()
+
+
 def test_chunks_of_another_chunk_size_are_dropped(kept: Daemon) -> None:
     store_prompt(kept)
     restart(kept, chunk_tokens=32)
@@ -435,14 +469,6 @@ def test_kill_while_a_state_is_written_or_adopted_leads_to_no_wrong_byte(kept: D
 # ---- refused ------------------------------------------------------------------------------------
 
 
-def refusal(daemon: Daemon) -> str:
-    """The one line with which a daemon with these flags ends."""
-    ended = subprocess.run(daemon.command(), capture_output=True, text=True, timeout=20)
-    assert ended.returncode == 2, ended.stderr
-    (line,) = ended.stderr.strip().splitlines()
-    return line
-
-
 def test_second_daemon_on_the_file_is_refused(kept: Daemon, make_daemon: Make, path: Path) -> None:
     prompt = store_prompt(kept)
     assert "another daemon uses it" in refusal(make_daemon(start=False, l1_file=path))
@@ -452,7 +478,7 @@ def test_second_daemon_on_the_file_is_refused(kept: Daemon, make_daemon: Make, p
 def test_file_on_a_disk_is_refused(make_daemon: Make) -> None:
     daemon = make_daemon(start=False)
     daemon.flags["l1_file"] = daemon.folder / "l1"
-    assert "name a file on tmpfs" in refusal(daemon)
+    assert "name a file on tmpfs or hugetlbfs" in refusal(daemon)
 
 
 def test_file_that_others_may_use_is_refused(make_daemon: Make, path: Path) -> None:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.daemon import Daemon
+from support.daemon import KVSERVER, Daemon
+from support.kept_l1 import hits, refusal, restart, store_prompt
 from support.server import L1_BYTES, PAGE_BYTES, running_server
 from support.simulators import FakeDevice
 
 from kvserver._native import HostRegion
 from kvserver.copy import Devices
-from kvserver.service_manager import report_alive
+from kvserver.service_manager import keep_descriptors, report_alive
 
 
 class Manager:
@@ -30,6 +34,11 @@ class Manager:
         """TimeoutError if none arrives."""
         self._socket.settimeout(seconds)
         return self._socket.recv(4096).decode()
+
+    def next_with_descriptors(self) -> tuple[str, list[int]]:
+        self._socket.settimeout(20)
+        message, fds, _, _ = socket.recv_fds(self._socket, 4096, 4)
+        return message.decode(), fds
 
     def clear(self) -> None:
         """Drop what has arrived."""
@@ -82,3 +91,71 @@ def test_a_loop_that_hangs_reports_nothing(manager: Manager, monkeypatch: pytest
             with pytest.raises(TimeoutError):
                 manager.next(2.0)
         manager.next()
+
+
+# ---- descriptors that it keeps ------------------------------------------------------------------
+
+
+def test_descriptors_are_sent_with_their_names(
+    manager: Manager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NOTIFY_SOCKET", manager.address)
+    with open(tmp_path / "kept", "w+") as kept:
+        keep_descriptors({"kvserver-l1": kept.fileno()})
+        message, fds = manager.next_with_descriptors()
+    assert message == "FDSTORE=1\nFDNAME=kvserver-l1"
+    (fd,) = fds
+    assert os.fstat(fd).st_ino == (tmp_path / "kept").stat().st_ino
+    os.close(fd)
+
+
+@pytest.mark.parametrize(("pid", "found"), [("$$", "{'a': 3, 'b': 4} [False, False] None"), ("1", "{} [] None")])
+def test_descriptors_that_were_kept_are_found_by_name_if_they_are_for_this_process(pid: str, found: str) -> None:
+    code = (
+        "import os; from kvserver.service_manager import kept_descriptors; kept = kept_descriptors(); "
+        "print(kept, [os.get_inheritable(fd) for fd in kept.values()], os.environ.get('LISTEN_FDS'))"
+    )
+    command = f'LISTEN_PID={pid} LISTEN_FDS=2 LISTEN_FDNAMES=a:b exec "$0" -c "$1" 3</dev/null 4</dev/null'
+    ended = subprocess.run(["sh", "-c", command, sys.executable, code], capture_output=True, text=True, timeout=60)
+    assert ended.stdout.strip() == found, ended.stderr
+
+
+def test_l1_in_the_descriptor_store_is_refused_without_a_service_manager() -> None:
+    daemon = Daemon(l1_file="fdstore:")
+    try:
+        assert "start the daemon by systemd" in refusal(daemon)
+    finally:
+        daemon.close()
+
+
+def test_l1_is_kept_by_a_restart_with_its_descriptors_and_ends_without_them(manager: Manager) -> None:
+    """The test stands in for the service manager, which opens them anew; `test_systemd.py` has a real one."""
+    kept: list[int] = []
+
+    def pass_descriptors(daemon: Daemon) -> None:
+        names = "LISTEN_PID=$$ LISTEN_FDS=2 LISTEN_FDNAMES=kvserver-l1:kvserver-l1-state"
+        passed = " ".join(f"{3 + place}<>/proc/{os.getpid()}/fd/{fd}" for place, fd in enumerate(kept))
+        daemon.program = ("sh", "-c", f'{names} exec {KVSERVER} "$@" {passed}', "kvserver")
+
+    daemon = Daemon(env={"NOTIFY_SOCKET": manager.address}, l1_file="fdstore:")
+    try:
+        daemon.start()
+        while len(kept) < 2:
+            kept += manager.next_with_descriptors()[1]
+        prompt, before = store_prompt(daemon), daemon.program
+        pass_descriptors(daemon)
+        for _ in range(2):
+            restart(daemon)
+            assert hits(daemon, prompt) == 3
+        daemon.kill()
+        daemon.start()
+        assert hits(daemon, prompt) == 0, "a crash leaves no state"
+        prompt = store_prompt(daemon)
+        daemon.program = before
+        restart(daemon)
+        assert hits(daemon, prompt) == 0
+        assert "L1 begins empty: its file is new" in daemon.log
+    finally:
+        daemon.close()
+        for fd in kept:
+            os.close(fd)

@@ -29,6 +29,19 @@ from support.worker import Worker
 Worker("ipc:///run/kvserver/kvserver.sock").round_trip()"""
 
 
+KEPT = f"""import sys; sys.path.insert(0, {str(ROOT / "tests")!r})
+import hashlib
+from support.worker import Worker, make_keys
+worker, keys = Worker("ipc:///run/kvserver/kvserver.sock"), make_keys(3, "kept")
+blocks, found = worker.blocks_for(3), worker.lookup(keys)
+if found:
+    worker.memory.fill()
+    worker.load(keys, blocks)
+else:
+    worker.store(keys, blocks)
+print(found, hashlib.sha256(b"".join(worker.memory.blocks(blocks))).hexdigest())"""
+
+
 def commands_of_the_readme() -> str:
     """The block of deploy/README.md that installs and starts the unit, with less L1, and without pip."""
     text = (ROOT / "deploy/README.md").read_text().partition("\n## systemd\n")[2]
@@ -119,6 +132,44 @@ def test_a_daemon_that_hangs_is_ended_with_its_stacks_in_the_log_and_started_aga
     assert shown(machine, "MainPID") != first
     assert "Fatal Python error: Aborted" in machine.run(f"cat {LOG}")
     assert "loop.py" in machine.run(f"cat {LOG}")
+
+
+@pytest.mark.parametrize("file", ["fdstore:", "/dev/shm/kvserver/l1"])
+def test_restart_of_the_unit_keeps_l1_and_a_stop_frees_what_systemd_keeps(machine: Machine, file: str) -> None:
+    def found() -> tuple[int, str]:
+        """Chunks that are found, and a digest of their bytes. They are stored if none is."""
+        command = as_its_user(f"/opt/kvserver/bin/python -c {shlex.quote(KEPT)}")
+        chunks, digest = machine.run(command).split()[-2:]
+        return int(chunks), digest
+
+    def adopted() -> bool:
+        return "L1 kept 3 chunks" in machine.run(f"tail -n 20 {LOG}")
+
+    set_up(machine, f"KVSERVER_L1_FILE={file}")
+    chunks, digest = found()
+    assert chunks == 0
+    for _ in range(2):
+        machine.run("systemctl restart kvserver")
+        wait_until(adopted, what="L1 is adopted")
+        assert found() == (3, digest)
+        machine.run(f": >{LOG}")
+    machine.run("systemctl kill -s KILL kvserver")
+    wait_until(lambda: "no daemon left a state" in machine.run(f"cat {LOG}"), what="it begins empty after a crash")
+    chunks, digest = found()
+    assert chunks == 0
+    descriptors = 2 if file == "fdstore:" else 0
+    assert shown(machine, "NFileDescriptorStore") == str(descriptors)
+    machine.run("systemctl stop kvserver")
+    assert shown(machine, "NFileDescriptorStore") == "0"
+    machine.run("systemctl start kvserver")
+    if descriptors:
+        assert "L1 begins empty: its file is new" in machine.run(f"cat {LOG}")
+        assert found()[0] == 0
+    else:
+        wait_until(adopted, what="L1 is adopted")
+        assert found() == (3, digest)
+    machine.run("systemctl stop kvserver; rm -rf /dev/shm/kvserver", check=False)
+    set_up(machine)
 
 
 def test_a_reload_keeps_the_process_and_a_stop_is_a_success(machine: Machine) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvserver.protocol import LookupReply
 from support.daemon import Daemon, wait_until
 from support.worker import Worker, make_keys
 
@@ -39,6 +41,13 @@ def hits(daemon: Daemon, prompt: Prompt, **options: Any) -> int:
         return found
 
 
+def tail_blocks(daemon: Daemon, prompt: Prompt, tail: list[bytes], **options: Any) -> int:
+    """Blocks of the prompt's last chunk that a new engine finds behind its chunks."""
+    with Worker(daemon.endpoint, tails=True, **options) as worker:
+        message = worker.lookup_message(prompt.keys, tail_keys=b"".join(tail))
+        return worker.ask(message, LookupReply).tail_blocks
+
+
 def restart(daemon: Daemon, **flags: Any) -> Daemon:
     """End it by SIGTERM and start it again, with these flags changed; returns when it has adopted what it keeps."""
     assert daemon.terminate() == 0, daemon.log
@@ -55,3 +64,11 @@ def start(daemon: Daemon, **flags: Any) -> Daemon:
 
 def state_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.state")
+
+
+def refusal(daemon: Daemon) -> str:
+    """The one line with which a daemon with these flags ends."""
+    ended = subprocess.run(daemon.command(), capture_output=True, text=True, timeout=20)
+    assert ended.returncode == 2, ended.stderr
+    (line,) = ended.stderr.strip().splitlines()
+    return line

@@ -182,6 +182,40 @@ def test_a_clear_survives_a_restart(
     assert restarted.get(name(1), restarted.l1.object(*RANKS)) is TierOutcome.MISSING
 
 
+def generation(daemon: TierDaemon, namespace: bytes = NAMESPACE) -> int:
+    """The namespace's generation, once the tier knows it."""
+    deadline = time.monotonic() + 20
+    while (found := daemon.tier.generation(namespace)) is None:
+        assert time.monotonic() < deadline, "the generation is not learnt"
+        daemon.tier.learn_generations([namespace])
+        select.select([daemon.tier.completion_fd], [], [], 0.05)
+        daemon.ends.drain()
+    return found
+
+
+def test_generations_are_equal_in_all_daemons_until_one_of_them_clears(
+    daemon: TierDaemon, make_daemon_of: MakeDaemon, store: SharedStore, prefix: str
+) -> None:
+    other, variant = b"m" * 32, NAMESPACE + b"e" * 32
+    assert daemon.tier.generation(NAMESPACE) is None
+    before = [generation(daemon, each) for each in (NAMESPACE, variant, other)]
+    later = make_daemon_of(store.url_of(prefix))
+    assert [generation(later, each) for each in (NAMESPACE, variant, other)] == before
+    assert later.clear(NAMESPACE) is TierOutcome.DONE
+    reader = make_daemon_of(store.url_of(prefix, "read_only=true"))
+    for which in (later, reader):
+        found = [generation(which, each) for each in (NAMESPACE, variant, other)]
+        assert [now == then for now, then in zip(found, before, strict=True)] == [False, False, True]
+
+
+def test_namespace_without_an_id_has_generation_0_where_nothing_may_be_written(
+    daemon: TierDaemon, make_daemon_of: MakeDaemon, store: SharedStore, prefix: str
+) -> None:
+    reader = make_daemon_of(store.url_of(prefix, "read_only=true"))
+    assert generation(reader) == 0
+    assert generation(daemon) != 0
+
+
 def test_clear_cancels_puts_under_way(daemon: TierDaemon) -> None:
     memories = [daemon.l1.object(8 * PAGE) for _ in range(30)]
     puts = [daemon.tier.put(name(number), memory, b"", within(20)) for number, memory in enumerate(memories)]

@@ -1,0 +1,47 @@
+"""L1's memory in the descriptor store of the service manager: systemd keeps it over a restart of the unit, and frees it at a stop.
+
+Two memfds, L1 and its state, are in the store from the first start on. The state's is empty while a daemon runs, so that one that crashes
+leaves none.
+
+Owns: these two. Refuses to know: the messages (`service_manager`), sizes (`l1_file`).
+"""
+
+from __future__ import annotations
+
+import os
+
+from kvserver.config import FDSTORE
+from kvserver.restart.l1_file import L1File
+from kvserver.service_manager import keep_descriptors, kept_descriptors
+
+_L1, _STATE = "kvserver-l1", "kvserver-l1-state"
+
+
+class StoredL1File(L1File):
+    """ConfigError if no service manager started this process."""
+
+    freed_by = "a stop of the unit"
+
+    def __init__(self) -> None:
+        self.path = FDSTORE
+        kept = kept_descriptors()
+        if not {_L1, _STATE} <= kept.keys():
+            kept = {name: os.memfd_create(name) for name in (_L1, _STATE)}
+            try:
+                keep_descriptors(kept)
+            except OSError as error:
+                raise self._refusal(f"no service manager keeps it ({error}); start the daemon by systemd") from None
+        self.fd, self._state_fd = kept[_L1], kept[_STATE]
+        self._kind, self.state_path = "tmpfs", "its state"
+        self._look()
+
+    def read_state(self) -> bytes | None:
+        return os.pread(self._state_fd, os.fstat(self._state_fd).st_size, 0) or None
+
+    def remove_state(self) -> None:
+        os.ftruncate(self._state_fd, 0)
+
+    def write_state(self, raw: bytes) -> None:
+        written = 0
+        while written < len(raw):
+            written += os.pwrite(self._state_fd, memoryview(raw)[written:], written)
