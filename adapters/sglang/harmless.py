@@ -33,7 +33,8 @@ _BY_REASON: dict[str, str] = {
     " disable_overlap_schedule num_continuous_decode_steps scheduler_recv_interval enable_mixed_chunk enable_prefill_delayer"
     " prefill_delayer_max_delay_passes prefill_delayer_token_usage_low_watermark prefill_delayer_forward_passes_buckets"
     " prefill_delayer_wait_seconds_buckets prefill_delayer_queue_min_ratio prefill_delayer_max_delay_ms min_free_slots_delay",
-    "how much memory there is, and what is evicted": "mem_fraction_static max_total_tokens radix_eviction_policy"
+    "how much memory there is, and what is evicted": "mem_fraction_static max_total_tokens swa_full_tokens_ratio"
+    " max_mamba_cache_size mamba_full_memory_ratio radix_eviction_policy"
     " radix_eviction_policy_config _radix_eviction_policy_explicitly_set _swa_full_tokens_ratio_explicitly_set",
     "this linker, and tiers that SGLang refuses beside it": "enable_unified_cache_external_linker"
     " unified_cache_external_linker_backend unified_cache_external_linker_config hicache_host_memory_mode hicache_ratio hicache_size"

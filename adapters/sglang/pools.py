@@ -22,7 +22,7 @@ KV, SWA, MAMBA = "kv", "swa", "mamba"  # names of SGLang's transfers
 
 
 @dataclass(frozen=True)
-class Pool:
+class KVPool:
     """One object group. A row is a page, or a state.
 
     `tensors`: by name; their first dimension counts rows, or the slots of all rows. Row 0 is no request's: SGLang lets padded tokens
@@ -40,14 +40,14 @@ class Pool:
     sources: list[Any] = field(default_factory=list)
 
 
-def object_groups(pools: Sequence[Pool], page_tokens: int) -> tuple[ObjectGroup, ...]:
+def object_groups(pools: Sequence[KVPool], page_tokens: int) -> tuple[ObjectGroup, ...]:
     return tuple(
         ObjectGroup(pool.kind, (number,), page_tokens, pool.window, pool.replicated)
         for number, pool in enumerate(pools)
     )
 
 
-def pools_of(params: Any, page_tokens: int) -> list[Pool]:
+def pools_of(params: Any, page_tokens: int) -> list[KVPool]:
     """The pools of an engine, that of full attention first. UnsupportedLayout names the one that is not served."""
     allocator = params.token_to_kv_pool_allocator
     kvcache = allocator.get_kvcache()
@@ -69,7 +69,7 @@ def pools_of(params: Any, page_tokens: int) -> list[Pool]:
     return pools
 
 
-def _full_and_window(params: Any, allocator: Any, kvcache: Any, page_tokens: int) -> list[Pool]:
+def _full_and_window(params: Any, allocator: Any, kvcache: Any, page_tokens: int) -> list[KVPool]:
     if not kvcache.full_layer_nums or not kvcache.swa_layer_nums:
         raise UnsupportedLayout("sliding windows without full attention")
     if not params.swa_retain_window or not params.swa_gates_prefix_match:
@@ -84,7 +84,7 @@ def _full_and_window(params: Any, allocator: Any, kvcache: Any, page_tokens: int
 
 def _attention(
     name: str, kvcache: Any, page_tokens: int, allocator: Any, drafts: Sequence[Any] = (), window: int = 0
-) -> Pool:
+) -> KVPool:
     prefix = "" if name == KV else f"{name}-"
     tensors = dict(_pages_of(prefix, kvcache, page_tokens))
     for number, draft in enumerate(drafts):
@@ -95,7 +95,7 @@ def _attention(
     if rest:
         raise UnsupportedLayout(f"{kvcache.size + kvcache.page_size} tokens are no whole pages of {page_tokens}")
     sources = [kvcache, *drafts]
-    return Pool(
+    return KVPool(
         name, "window" if window else "full", tensors, rows, page_tokens, allocator, window,
         replicated=all(hasattr(each, "kv_lora_rank") for each in sources), sources=sources,
     )  # fmt: skip
@@ -122,7 +122,7 @@ def _pages_of(prefix: str, kvcache: Any, page_tokens: int) -> Iterator[tuple[str
         )
 
 
-def _states(requests: Any) -> Pool:
+def _states(requests: Any) -> KVPool:
     """States of Mamba or linear attention. A state's key is that of the page at whose end it was taken."""
     pool = requests.mamba_pool
     beside = {
@@ -141,7 +141,7 @@ def _states(requests: Any) -> Pool:
     for number, convolution in enumerate(pool.mamba_cache.conv):
         tensors |= dict(_layers(f"{MAMBA}-conv{number}-", convolution))
     tensors = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
-    return Pool(MAMBA, "state", tensors, pool.size + 1, 1, requests.mamba_allocator)
+    return KVPool(MAMBA, "state", tensors, pool.size + 1, 1, requests.mamba_allocator)
 
 
 def _layers(name: str, tensors: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -18,7 +18,7 @@ from kvserver.adapters.common.memory import share
 from kvserver.adapters.common.notices import EngineNames
 from kvserver.adapters.common.worker import PositionSize, Rank
 from kvserver.adapters.sglang.identity import SGLangIdentity, arguments_identity, with_model
-from kvserver.adapters.sglang.pools import Pool, object_groups, read_addresses_again
+from kvserver.adapters.sglang.pools import KVPool, object_groups, read_addresses_again
 from kvserver.adapters.sglang.ranks import Ranks
 from kvserver.adapters.sglang.settings import SGLangSettings
 from kvserver.protocol import BLOCKS, MOST_ENGINE, REQUESTS, HelloReply, RegisterWorker, block_bytes, planes_of
@@ -34,7 +34,7 @@ class PoolRegistration:
         settings: SGLangSettings,
         names: EngineNames,
         ranks: Ranks,
-        pools: Sequence[Pool],
+        pools: Sequence[KVPool],
         page_tokens: int,
         server_args: Any,
     ) -> None:

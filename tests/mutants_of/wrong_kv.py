@@ -237,6 +237,10 @@ MUTANTS = (
     Mutant("rejected drafts are stored", "adapters/test_reuse.py::test_rejected_drafts_are_never_stored",
            "adapters/vllm/store_plans.py", "StorePlanner._confirmed", "len(request.block_hashes) * self._chunks.hash_block_tokens",
            "computed"),
+    Mutant("a lookup names lengths at which a window or a state is missing", "unit/cache/test_groups.py",
+           "kvserver/cache/groups.py", "Groups.boundaries", "whole = whole and", "whole = True or"),
+    Mutant("blocks beyond a small pool are copied", "daemon/test_object_groups.py",
+           "kvserver/engines/workers.py", "_plane_table", "worker.spec.group_blocks[group.number] if worker.spec.group_blocks else ", ""),
     # SGLang
     Mutant("a load that failed is answered True",
            "sglang/test_sglang_linker.py::test_a_load_behind_a_step_that_does_not_end_is_refused_and_found_again_once_it_has",

@@ -17,8 +17,8 @@ KEYS = [f"{number:064x}" for number in range(10)]
 class AnsweredLookups:
     """Lookups that a daemon has answered, when `polls` polls were made, with pages up to number `found`."""
 
-    def __init__(self, found: int, polls: int = 0) -> None:
-        self.found, self.polls = found, polls
+    def __init__(self, found: int, polls: int = 0, boundaries: tuple[int, ...] = ()) -> None:
+        self.found, self.polls, self.boundaries = found, polls, boundaries
         self.sent: list[bytes] = []
         self.dropped = 0
 
@@ -29,7 +29,8 @@ class AnsweredLookups:
         self.sent.append(message.keys)
         question.deadline = 1
         first = int.from_bytes(message.keys[:32], "big")
-        self._answer = Answer(max(0, min(self.found - first, len(message.keys) // 32)), time.monotonic())
+        hit = max(0, min(self.found - first, len(message.keys) // 32))
+        self._answer = Answer(hit, time.monotonic(), boundaries=self.boundaries)
 
     def answer_to(self, question: Question) -> Answer | None:
         self.polls -= 1
@@ -75,6 +76,20 @@ def test_pages_that_sglang_has_no_more_are_looked_up() -> None:
     assert found.pages("r", KEYS[4:]) == 2
     assert found.pages("r", KEYS) == 6
     assert len(lookups.sent) == 2
+
+
+def test_lengths_that_can_be_loaded_are_counted_from_the_first_page_that_sglang_has_not() -> None:
+    found = remembered(AnsweredLookups(found=8, boundaries=(2, 5, 8)))
+    assert found.boundaries("r", KEYS) == [2, 5, 8]
+    assert found.boundaries("r", KEYS[4:]) == [1, 4]
+    assert found.boundaries("r", KEYS[4:6]) == [1]
+    assert list(found.boundaries("r", KEYS[8:])) == []
+
+
+def test_an_older_daemon_that_names_no_lengths_gives_the_longest_one() -> None:
+    found = remembered(AnsweredLookups(found=6))
+    assert found.boundaries("r", KEYS) == [6]
+    assert found.boundaries("r", KEYS[4:]) == [2]
 
 
 def test_requests_that_sglang_asks_about_no_more_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ def arguments(model: Path) -> None:
     ("kind", "groups", "rows", "runs"),
     [
         ("mha", [FULL], [41], [[PAGE * 64] * 6]),
+        ("eagle", [FULL], [41], [[PAGE * 64] * 8]),
         ("mla", [REPLICATED], [41], [[LATENT] * 3]),
         ("dsa", [REPLICATED], [41], [[LATENT] * 3 + [INDEX] * 2]),
         ("windows", [FULL, WINDOWS], [41, 25], [[PAGE * 64] * 4, [PAGE * 64] * 6]),

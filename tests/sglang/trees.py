@@ -40,7 +40,7 @@ from sglang.srt.server_args import ServerArgs, set_global_server_args_for_schedu
 from support.daemon import wait_until
 
 from kvserver.adapters.sglang import KVServerLinker
-from kvserver.adapters.sglang.pools import MAMBA, SWA, Pool, pools_of
+from kvserver.adapters.sglang.pools import MAMBA, SWA, KVPool, pools_of
 
 os.environ.update({name: ENVIRONMENT[name] for name in ("PATH", "TORCH_EXTENSIONS_DIR")})  # SGLang compiles its hash
 PAGE = 64  # the indexer of DSA insists on it
@@ -149,13 +149,13 @@ class Tree:
 
     # ---- bytes --------------------------------------------------------------------------------
 
-    def write(self, pool: Pool, rows: Sequence[int], keys: Sequence[str]) -> None:
+    def write(self, pool: KVPool, rows: Sequence[int], keys: Sequence[str]) -> None:
         for row, key in zip(rows, keys, strict=True):
             for name, bytes_of_row in self._row(pool, row).items():
                 content = hashlib.shake_128(f"{name} {key}".encode()).digest(bytes_of_row.numel())
                 bytes_of_row.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8).view_as(bytes_of_row))
 
-    def wrong(self, pool: Pool, rows: Sequence[int], keys: Sequence[str]) -> list[tuple[str, int]]:
+    def wrong(self, pool: KVPool, rows: Sequence[int], keys: Sequence[str]) -> list[tuple[str, int]]:
         """(tensor, place) of the rows whose bytes are not those of their key."""
         found = []
         for place, (row, key) in enumerate(zip(rows, keys, strict=True)):
@@ -165,7 +165,7 @@ class Tree:
                     found.append((name, place))
         return found
 
-    def _row(self, pool: Pool, row: int) -> dict[str, torch.Tensor]:
+    def _row(self, pool: KVPool, row: int) -> dict[str, torch.Tensor]:
         rows = {}
         for name, tensor in pool.tensors.items():
             each = tensor.shape[0] // pool.rows

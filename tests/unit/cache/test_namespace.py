@@ -38,6 +38,7 @@ LEAVES_THE_SLOT: dict[str, Any] = {
     "memory": [SharedFd(index=0, size_bytes=1 << 21), SharedFd(index=1, size_bytes=1)],
     "words": 32,
     "num_blocks": 9,
+    "group_blocks": (9,),
     "has_computed": True,
     "tails": True,
     "machine_only": "samples of its files name them",
