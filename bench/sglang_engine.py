@@ -220,7 +220,7 @@ def thread(model: Path, samples: int) -> None:
                 stages[name].wait_for_stores()
                 stages[name].forget()
         print(passes(stages, known, samples), end="\n\n")
-        print(copies({name: stages[name] for name in ("kvserver", "files")}, known, samples // 5), end="\n\n")
+        print(copies({name: stages[name] for name in ("kvserver", "files")}, known, samples // 20), end="\n\n")
 
 
 def passes(stages: dict[str, Any], known: list[list[int]], samples: int) -> str:
