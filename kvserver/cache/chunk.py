@@ -16,6 +16,7 @@ from __future__ import annotations
 import secrets
 import sys
 from array import array
+from typing import Any
 
 from kvserver._native import KeyTable
 from kvserver.cache.groups import Groups
@@ -63,10 +64,11 @@ class Chunk:
     """A chunk; an eviction policy adds its own state in a subclass.
 
     `done` is a bit set of slots; the other slots are being filled. `ready` is a bit set of groups: those whose slots are all
-    done. `pins` counts tickets, `leases` counts requests. A chunk with either is not evicted.
+    done. `pins` counts tickets, `leases` counts requests. A chunk with either is not evicted. `owner` and `parent`, the chunk before
+    it in the prompt, are `sessions`'.
     """
 
-    __slots__ = ("_slots", "done", "key", "leases", "loaded", "namespace", "pins", "ready")
+    __slots__ = ("_slots", "done", "key", "leases", "loaded", "namespace", "owner", "parent", "pins", "ready")
 
     def __init__(self, namespace: Namespace, key: bytes) -> None:
         self.namespace = namespace
@@ -79,6 +81,8 @@ class Chunk:
         self.loaded = False  # at least one rank has loaded it whole
         self.leases = 0
         self.pins = 0
+        self.owner: Any = None  # a PromptEnd
+        self.parent: Chunk | None = None
 
     @property
     def detached(self) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from kvserver.cache.chunk import Chunk, Namespace
 from kvserver.cache.groups import Groups
+from kvserver.cache.sessions import SessionRecord
 
 
 @dataclass(slots=True)
@@ -41,3 +42,5 @@ class StorePlan:
     no_space: int = 0  # objects that found no space in L1
     after: tuple[bytes, bytes] | None = None  # of a tail: (namespace id, key) of the chunk before it
     durable: bool = False  # a later start of an engine can find what is stored
+    session: SessionRecord | None = None  # of the new chunks; None: they are shared
+    behind: bytes = b""  # the key of the chunk before the first key, if `session` and there is one
