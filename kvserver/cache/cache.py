@@ -102,7 +102,7 @@ class Cache:
         leased, hits, full_chunks = _lease(namespace, keys) if namespace is not None else ([], 0, 0)
         if session is not None:
             self.sessions.use(session, leased[-1] if leased else None, now)
-        elif leased and leased[-1].owner is not None and shares:
+        elif leased and leased[-1].session_end is not None and shares:
             self.sessions.share(leased[-1])
         self.leases.end(owner)
         if leased:

@@ -73,7 +73,7 @@ class Sessions:
         self.superseded_after = SUPERSEDED_AFTER
         self._sessions: OrderedDict[SessionKey, SessionRecord] = OrderedDict()  # the least recently used first
         self.superseded: OrderedDict[PromptEnd, None] = OrderedDict()
-        self._deleted: OrderedDict[SessionKey, None] = OrderedDict()
+        self._deleted: OrderedDict[SessionKey, SessionRecord] = OrderedDict()  # and not looked up again
         self._record_bytes = 0
 
     def __len__(self) -> int:
@@ -95,7 +95,6 @@ class Sessions:
 
     def use(self, key: SessionKey, found: Chunk | None, now: float) -> None:
         """Count a prompt of the session, which found chunks up to `found`."""
-        self._deleted.pop(key, None)
         session = self._sessions.get(key) or self._add_session(key)
         if session is None:
             self.share(found)
@@ -104,7 +103,7 @@ class Sessions:
         session.uses += 1
         session.last_seconds = now
         ends = session.ends
-        end = found.owner if found is not None else None
+        end = found.session_end if found is not None else None
         if end is not None and found is not None:
             if ends and end is ends[-1] and end.chunk is found:  # the common case: nothing was used meanwhile
                 end.last_use = session.uses
@@ -115,38 +114,34 @@ class Sessions:
 
     def share(self, found: Chunk | None) -> None:
         """A request without a session used the chunks up to `found`: they are shared for good."""
-        while found is not None and found.owner is not None:
-            end, parent = found.owner, found.parent
+        while found is not None and found.session_end is not None:
+            end, parent = found.session_end, found.session_parent
             self._disown(found, end)
             found = parent
 
     def begin_store(self, key: SessionKey) -> SessionRecord | None:
         """The session that new chunks are of; None if they are shared. A store revives no session that was deleted."""
-        session = self._sessions.get(key)
-        if session is None and key not in self._deleted:
-            session = self._add_session(key)
-        return session
+        return self._sessions.get(key) or self._deleted.get(key) or self._add_session(key)
 
     def add(self, session: SessionRecord, chunk: Chunk, before: Chunk | None) -> None:
-        """A store of the session made the chunk, which follows `before` in the prompt."""
-        if session.deleted:
-            return
-        ends = session.ends
-        if before is not None and not (ends and ends[-1] is before.owner and ends[-1].chunk is before):
+        """A store of the session made the chunk, which follows `before` in the prompt. Of a deleted session it is superseded at once."""
+        end = before.session_end if before is not None else None
+        if end is not None and not (end.chunk is before and (session.deleted or end in session.ends[-1:])):
             self._use_up_to(session, before)
-        end = before.owner if before is not None else None
-        if end is None:
+            end = before.session_end if before is not None else None
+        if end is None or end.session is not session:
             if not self._fits(_END_BYTES):
+                self.share(before)
                 return
             end = self._add_end(session, chunk)
-        chunk.owner, chunk.parent = end, before
+        chunk.session_end, chunk.session_parent = end, before
         end.chunk = chunk
         end.chunks += 1
         session.chunks += 1
 
     def _use_up_to(self, session: SessionRecord, found: Chunk | None) -> None:
         """The session used the chunks up to `found`: they belong to an end there, or are shared if another session used them."""
-        end = found.owner if found is not None else None
+        end = found.session_end if found is not None else None
         if found is None or end is None:
             return
         if not self._may_own(session, end):
@@ -160,17 +155,17 @@ class Sessions:
         else:
             self._mark_used(end)
         chunk: Chunk | None = found
-        while chunk is not None and (owner := chunk.owner) is not None:
+        while chunk is not None and (owner := chunk.session_end) is not None:
             if owner is not end:
                 if not self._may_own(session, owner):
                     self.share(chunk)
                     return
-                parent = chunk.parent
+                parent = chunk.session_parent
                 self._disown(chunk, owner)
-                chunk.owner, chunk.parent = end, parent
+                chunk.session_end, chunk.session_parent = end, parent
                 end.chunks += 1
                 session.chunks += 1
-            chunk = chunk.parent
+            chunk = chunk.session_parent
 
     @staticmethod
     def _may_own(session: SessionRecord, owner: PromptEnd) -> bool:
@@ -179,6 +174,8 @@ class Sessions:
     def _mark_used(self, end: PromptEnd) -> None:
         ends = end.session.ends
         end.last_use = end.session.uses
+        if end.session.deleted:
+            return
         if end.superseded:
             end.superseded = False
             self.superseded.pop(end, None)
@@ -196,7 +193,9 @@ class Sessions:
             if end is None:
                 return None
             chunk = end.chunk
-            if chunk is None or chunk.owner is not end:  # what is left of it is behind a chunk that left out of order
+            if (
+                chunk is None or chunk.session_end is not end
+            ):  # what is left of it is behind a chunk that left out of order
                 del self.superseded[end]
             elif chunk.leases or chunk.pins or not chunk.ready or chunk.detached:
                 self.superseded.move_to_end(end)
@@ -207,27 +206,25 @@ class Sessions:
 
     def left(self, chunk: Chunk) -> None:
         """The chunk left L1."""
-        if chunk.owner is not None:
-            self._disown(chunk, chunk.owner)
+        if chunk.session_end is not None:
+            self._disown(chunk, chunk.session_end)
 
     def delete(self, session: SessionRecord) -> None:
         """All its ends are superseded. Only a later lookup makes a session of this name again."""
         del self._sessions[session.key]
         session.deleted = True
-        self._deleted[session.key] = None
+        self._deleted[session.key] = session
         if len(self._deleted) > _MOST_DELETED:
-            self._deleted.popitem(last=False)
+            self._forget_deletion(next(iter(self._deleted)))
         for end in session.ends:
             self._supersede(end)
         session.ends = []
-        if not session.chunks:
-            self._record_bytes -= _bytes_of(session.key)
 
     # ---- records --------------------------------------------------------------------------------
 
     def _disown(self, chunk: Chunk, end: PromptEnd) -> None:
-        parent = chunk.parent
-        chunk.owner = chunk.parent = None
+        parent = chunk.session_parent
+        chunk.session_end = chunk.session_parent = None
         session = end.session
         session.chunks -= 1
         end.chunks -= 1
@@ -244,8 +241,13 @@ class Sessions:
         elif end in session.ends:
             session.ends.remove(end)
         self._record_bytes -= _END_BYTES
-        if session.deleted and not session.chunks:
+        if session.deleted and not session.chunks and self._deleted.get(session.key) is not session:
             self._record_bytes -= _bytes_of(session.key)
+
+    def _forget_deletion(self, key: SessionKey) -> None:
+        session = self._deleted.pop(key, None)
+        if session is not None and not session.chunks:
+            self._record_bytes -= _bytes_of(key)
 
     def _supersede(self, end: PromptEnd) -> None:
         end.superseded = True
@@ -253,12 +255,20 @@ class Sessions:
 
     def _add_end(self, session: SessionRecord, chunk: Chunk) -> PromptEnd:
         end = PromptEnd(session, chunk)
-        session.ends.append(end)
+        if session.deleted:
+            self._supersede(end)
+        else:
+            session.ends.append(end)
         self._record_bytes += _END_BYTES
         return end
 
     def _add_session(self, key: SessionKey) -> SessionRecord | None:
         """A new session; None if it does not fit. Sessions that own nothing give way, the least recently used first."""
+        self._forget_deletion(key)
+        for deleted in list(islice(self._deleted, _MOST_TRIED)):
+            if self._fits(_bytes_of(key)):
+                break
+            self._forget_deletion(deleted)
         for old in list(islice(self._sessions, _MOST_TRIED)):
             if self._fits(_bytes_of(key)):
                 break

@@ -145,7 +145,7 @@ class Space:
         chunk.namespace.model.pages -= pages
         chunk.ready = 0
         self.policy.untrack(chunk)
-        if chunk.owner is not None:
+        if chunk.session_end is not None:
             self.sessions.left(chunk)
         return pages
 

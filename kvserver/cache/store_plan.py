@@ -43,4 +43,5 @@ class StorePlan:
     after: tuple[bytes, bytes] | None = None  # of a tail: (namespace id, key) of the chunk before it
     durable: bool = False  # a later start of an engine can find what is stored
     session: SessionRecord | None = None  # of the new chunks; None: they are shared
+    shares: bool = False  # the chunks that it found are shared from now on
     behind: bytes = b""  # the key of the chunk before the first key, if `session` and there is one

@@ -42,13 +42,15 @@ class StorePlans:
         durable: bool = False,
         session: SessionKey | None = None,
         behind: bytes = b"",
+        shares: bool = True,
     ) -> StorePlan:
         """Allocate slots for the objects of `group` of which none of these slots is there yet, and pin their chunks.
 
         - `after`: of a tail, (namespace id, key) of the chunk before it.
         - `slots`: the numbers of one rank's slot in each chunk, or of all ranks' slots.
         - `places`: the places of the keys among those that all ranks store together, if not from 0 on.
-        - `session`: of the request. Its new chunks follow the chunk `behind`, or begin a prompt.
+        - `session`: of the request. Its new chunks follow the chunk `behind`, or begin a prompt. Without one the chunks that are found
+          are shared for good; not so of a fill, whose lookup was counted: `shares` is False.
 
         Objects that are resident or that another store fills are skipped (duplicate stores merge). `no_space` counts the first
         object that cannot fit, and all objects after it. An object cannot fit if no further chunk may be evicted, or if L1 is too
@@ -72,6 +74,7 @@ class StorePlans:
         plan.no_space = count - fitting
         if session is not None and groups.full >> group & 1:
             plan.session, plan.behind = self._space.sessions.begin_store(session), behind
+        plan.shares = shares and plan.session is None
         plan.found = [chunk for chunk in self._space.index.find_chunks(namespace_id, plan.keys) if chunk is not None]
         self._space.pin_chunks(plan.found)
         self.extend_plan(plan, steps)
@@ -191,7 +194,7 @@ class StorePlans:
     def _complete_plan(self, plan: StorePlan) -> None:
         """Unpin all chunks but those that the plan fills."""
         plan.complete = True
-        if plan.session is None and plan.found and plan.found[-1].owner is not None:
+        if plan.shares and plan.found and plan.found[-1].session_end is not None:
             self._space.sessions.share(plan.found[-1])
         for chunk in plan.found:
             chunk.pins -= 1
