@@ -51,7 +51,7 @@ class StoreSpec(CopySpec):
     durability: Durability = Durability.PROCESS  # of the variant
     step: int = 0  # that computed the last of its KV
     session_id: str = ""  # of the request; with `after`
-    session_salt: bytes = b""
+    session_salt: bytes | None = None
 
 
 def ids_of(spec: CopySpec) -> list[int]:

@@ -69,11 +69,11 @@ class RequestState(Question):
         self.turn = turn_of(self.request)
 
 
-def session_of(state: RequestState) -> tuple[str, bytes]:
+def session_of(state: RequestState) -> tuple[str, bytes | None]:
     """Session of the request, and the digest of its cache salt; "" if it has no session, or a name that is too long for the daemon."""
     request = state.request
     id = getattr(request, "session_id", None) or state.wishes.session_id  # vLLM before 0.32 has none
-    return (id, salt_digest(request.cache_salt)) if id and len(id) <= MAX_SESSION_ID else ("", b"")
+    return (id, salt_digest(request.cache_salt) or None) if id and len(id) <= MAX_SESSION_ID else ("", None)
 
 
 def turn_of(request: Request) -> tuple[int, Any]:

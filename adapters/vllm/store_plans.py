@@ -188,7 +188,7 @@ class StorePlanner:
         block_ids = self._chunks.blocks_of(group, tables, chunks)
         described = self._sends_contents and group == 0
         full = self._chunks.groups[group].kind == "full"
-        session_id, session_salt = session_of(state) if full else ("", b"")
+        session_id, session_salt = session_of(state) if full else ("", None)
         linked = full and (self._sends_parents or session_id)
         store = StoreSpec(
             copy_id=next(self._ids),

@@ -22,7 +22,7 @@ Name = Annotated[str, Meta(min_length=1, max_length=512)]
 Text = Annotated[str, Meta(max_length=4096)]
 Label = Annotated[str, Meta(max_length=512)]
 SessionId = Annotated[str, Meta(max_length=MAX_SESSION_ID)]
-SaltDigest = Annotated[bytes, Meta(max_length=16)]  # of a cache salt, by salt_digest(); b"" of none
+SaltDigest = Annotated[bytes, Meta(max_length=16)]  # of a cache salt, by salt_digest()
 Small = Annotated[int, Meta(ge=0, le=1 << 20)]
 Positive = Annotated[int, Meta(gt=0, le=1 << 31)]
 Tokens = Annotated[int, Meta(ge=0, le=1 << 31)]  # of one request

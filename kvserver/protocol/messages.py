@@ -177,7 +177,7 @@ class Lookup(ArrayMessage):
     tail_keys: Keys = b""  # of the whole blocks behind the last chunk of `keys`, which may then be empty
     durability: Durability = Durability.PROCESS  # of the variant
     session_id: SessionId | None = ""  # "": the request has none; None: this engine's lookups do not carry it
-    session_salt: SaltDigest = b""  # of the request's cache salt; a session is of one salt
+    session_salt: SaltDigest | None = None  # of the request's cache salt, if it has one; a session is of one salt
 
 
 class LookupTail(ArrayMessage):
@@ -229,7 +229,7 @@ class Store(_Copy):
     after: Keys | None = None
     durability: Durability = Durability.PROCESS  # of the variant
     session_id: SessionId = ""  # with `after` where there is a chunk before the first key
-    session_salt: SaltDigest = b""
+    session_salt: SaltDigest | None = None
 
 
 class Retrieve(_Copy):

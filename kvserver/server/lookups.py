@@ -156,7 +156,7 @@ class L1Lookups:
 
 
 def _session(request: Lookup, namespace: bytes) -> SessionKey | None:
-    return SessionKey(namespace, request.session_salt, request.session_id) if request.session_id else None
+    return SessionKey(namespace, request.session_salt or b"", request.session_id) if request.session_id else None
 
 
 def _nothing(request: Lookup, chunks: int, why: str) -> LookupOutcome:

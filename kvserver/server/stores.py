@@ -217,7 +217,7 @@ class Stores:
 def _session(request: Store, namespace: bytes) -> SessionKey | None:
     """The session of the chunks. Where the chunk before them is not stated, they are shared."""
     known = request.session_id and (request.after or not request.first_chunk)
-    return SessionKey(namespace, request.session_salt, request.session_id) if known else None
+    return SessionKey(namespace, request.session_salt or b"", request.session_id) if known else None
 
 
 def _slots(group: WorkerGroup) -> range:
