@@ -7,8 +7,9 @@ Rules kept here:
 - Lookups and loads find only READY objects. READY means that every rank's bytes were copied whole.
 - Leased chunks and pinned chunks (being filled or read) are not evicted. Incomplete chunks that no store fills are evicted first.
 - Clear and eviction detach a chunk at once. The chunk's pages are freed when its last pin ends.
+- Chunks that only superseded ends of sessions use (`sessions`) are evicted before what the policy chooses, after incomplete ones.
 - The last chunk of a prompt is stored block by block (a *tail*) in a namespace of its own, `tails_of()`, where each block is a
-  chunk. A tail leaves L1 before the chunk that it follows.
+  chunk. The policy evicts a tail before the chunk that it follows. Tails are of no session.
 - A chunk's objects of all groups age together and are evicted together, so no object strands those of another group.
 - Within one request later chunks age faster than earlier chunks: a prefix without its start is useless. A store never evicts
   chunks that it stores or has found. If a prompt does not fit, the prefix that fits stays.

@@ -29,6 +29,7 @@ RECORD_BYTES = 8  # for each chunk in L1, of all sessions and ends together
 _SESSION_BYTES, _END_BYTES = 720, 260  # at most; an id counts in addition
 _LEAST_CHUNKS = 8192  # a smaller L1 has the records of so many chunks: 64 KiB
 _MOST_DELETED = 1024
+_ENDS_A_USE = 2  # at most: where the prompt was found up to, and what was stored of it
 _MOST_TRIED = 4  # superseded ends that one pop() looks at, and empty sessions that one new session replaces
 
 
@@ -259,6 +260,8 @@ class Sessions:
             self._supersede(end)
         else:
             session.ends.append(end)
+            if len(session.ends) > _ENDS_A_USE * self.superseded_after:  # an engine whose lookups name no session
+                self._supersede(session.ends.pop(0))
         self._record_bytes += _END_BYTES
         return end
 

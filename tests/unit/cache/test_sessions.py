@@ -202,6 +202,16 @@ def test_a_store_of_a_deleted_session_is_superseded_at_once() -> None:
     assert world.counts == {"superseded": 5}
 
 
+def test_ends_of_a_session_that_only_stores_name_are_bounded() -> None:
+    world = World("slru", 60)
+    for first in range(40):
+        world.store((first,), world.keys((first,)), 0, 1, key("a"))
+    session = world.cache.sessions.session(key("a"))
+    assert session is not None
+    assert len(session.ends) == 2 * AFTER
+    assert len(world.cache.sessions.superseded) == 40 - 2 * AFTER
+
+
 def test_records_of_many_short_sessions_use_at_most_24_bytes_a_chunk() -> None:
     chunks = 60_000
     cache = Cache(PagePool(chunks * PAGE, PAGE), POLICIES["slru"]())
