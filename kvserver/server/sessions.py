@@ -5,15 +5,14 @@ Owns: the choice of sessions and the report. Refuses to know: HTTP, what is supe
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from heapq import nlargest
 from itertools import islice
 
 from msgspec import Struct
 
-from kvserver.cache import Cache, SessionKey, SessionRecord
+from kvserver.cache import SessionKey, SessionRecord
 from kvserver.protocol import salt_digest
+from kvserver.server.upkeep import Upkeep
 
 MOST_SESSIONS = 256  # of one report
 _MOST_EXAMINED = 4096  # most recently used ones, in one turn of the loop
@@ -55,12 +54,11 @@ class DeletedSession(Struct, frozen=True, kw_only=True):
 
 
 class SessionReports:
-    def __init__(self, cache: Cache, clock: Callable[[], float] = time.monotonic) -> None:
-        self._cache = cache
-        self._clock = clock
+    def __init__(self, upkeep: Upkeep) -> None:
+        self._upkeep = upkeep
 
     def all(self) -> SessionsReport:
-        sessions, models, now = self._cache.sessions, self._models(), self._clock()
+        sessions, models, now = self._upkeep.cache.sessions, self._models(), self._upkeep.clock()
         examined = [one for one in islice(sessions, _MOST_EXAMINED) if one.chunks]
         found = [self._report(one, models, now) for one in examined]
         chosen = nlargest(MOST_SESSIONS, found, key=lambda one: (one.tokens, -one.last_use_seconds))
@@ -68,13 +66,13 @@ class SessionReports:
 
     def delete(self, session_id: str, model_name: str, cache_salt: str) -> DeletedSession:
         """Supersede all of the sessions of this name and salt, in the namespaces of the model, or in all."""
-        salt, models, now = salt_digest(cache_salt), self._models(), self._clock()
+        salt, models, now = salt_digest(cache_salt), self._models(), self._upkeep.clock()
         deleted = []
-        for namespace in self._cache.index.namespace_ids():
-            session = self._cache.sessions.session(SessionKey(namespace, salt, session_id))
+        for namespace in self._upkeep.cache.index.namespace_ids():
+            session = self._upkeep.cache.sessions.session(SessionKey(namespace, salt, session_id))
             if session is not None and model_name in ("", models.get(namespace)):
                 deleted.append(self._report(session, models, now))
-                self._cache.sessions.delete(session)
+                self._upkeep.cache.sessions.delete(session)
         if not deleted:
             reason = "no session of this name, model and cache_salt has a record"
             return DeletedSession(id=session_id, outcome="missing", reason=reason)
@@ -88,11 +86,11 @@ class SessionReports:
 
     def _models(self) -> dict[bytes, str]:
         """Names of models by namespace."""
-        names = {id(use): name for name, use in self._cache.index.models.items()}
-        return {one.id: names[id(one.model)] for one in self._cache.index.namespaces()}
+        names = {id(use): name for name, use in self._upkeep.cache.index.models.items()}
+        return {one.id: names[id(one.model)] for one in self._upkeep.cache.index.namespaces()}
 
     def _report(self, session: SessionRecord, models: dict[bytes, str], now: float) -> SessionReport:
-        namespace = self._cache.index.find_namespace(session.key.namespace)
+        namespace = self._upkeep.cache.index.find_namespace(session.key.namespace)
         last = next((end.chunk for end in reversed(session.ends) if end.chunk is not None), None)
         return SessionReport(
             session_id=session.key.id,
@@ -101,7 +99,7 @@ class SessionReports:
             salt_digest=session.key.salt.hex(),
             ends=len(session.ends),
             tokens=session.chunks * (namespace.groups.chunk_tokens if namespace is not None else 0),
-            bytes=session.chunks * last.page_count * self._cache.pool.page_bytes if last is not None else 0,
+            bytes=session.chunks * last.page_count * self._upkeep.cache.pool.page_bytes if last is not None else 0,
             tiers=["l1"] if session.chunks else [],
             last_use_seconds=round(now - session.last_seconds, 3) if session.last_seconds else 0.0,
         )

@@ -197,7 +197,15 @@ class Stores:
             in_l2 = () if ticket.group.layout.tails else self.storage.present(namespace, len(ready), keys)
             hashed_tokens = len(contents.tokens) // TOKEN_BYTES * contents.hash_bytes // len(contents.hashes)
             described = ChunksDescribed(
-                self.copies.now_ns(), spec.instance_id, namespace, keys, ready, hashed_tokens, contents, in_l2
+                self.copies.now_ns(),
+                spec.instance_id,
+                namespace,
+                keys,
+                ready,
+                hashed_tokens,
+                contents,
+                in_l2,
+                ticket.request.session_id,
             )
             self.bus.publish(described, size)
 

@@ -75,7 +75,7 @@ class StatusPages(Connections):
         self.match = match
         self.upkeep = upkeep
         self.clears = Clears(upkeep)
-        self.sessions = SessionReports(upkeep.cache, upkeep.clock)
+        self.sessions = SessionReports(upkeep)
         self.serving = serving or Serving()
         self._settings = settings
         self.explain = observability.explain
