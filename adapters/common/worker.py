@@ -178,7 +178,7 @@ class WorkerHalf:
         return Store(
             **fields, request_id=named, contents=contents,
             group=spec.group, dropped=spec.dropped, first_chunk=spec.first_chunk, after=spec.after,
-            durability=spec.durability,
+            durability=spec.durability, session_id=spec.session_id, session_salt=spec.session_salt,
         )  # fmt: skip
 
     # ---- copies end ---------------------------------------------------------------------------

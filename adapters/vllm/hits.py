@@ -13,7 +13,7 @@ from kvserver.adapters.common.failed_loads import FailedLoads
 from kvserver.adapters.common.lookups import Answer, Lookups
 from kvserver.adapters.vllm.chunks import Chunks
 from kvserver.adapters.vllm.facts import EngineFacts
-from kvserver.adapters.vllm.requests import RequestState
+from kvserver.adapters.vllm.requests import RequestState, session_of
 from kvserver.adapters.vllm.variants import Variants
 from kvserver.protocol import MAX_CHUNKS, Lookup, LookupTail
 
@@ -79,6 +79,7 @@ class Hits:
         request = state.request
         chunks = self._useful_chunks(state)
         tail = self._useful_tail(state, chunks)
+        session_id, session_salt = session_of(state)
         return Lookup(
             instance_id=self._facts.names.instance_id,
             incarnation=self._facts.names.incarnation,
@@ -90,6 +91,8 @@ class Hits:
             tokens=request.num_tokens,
             traceparent=traceparent(request),
             tail_keys=self._chunks.block_keys(request, tail) if tail else b"",
+            session_id=session_id,
+            session_salt=session_salt,
         )
 
     def tokens_to_load(self, state: RequestState, local_tokens: int, has_all: bool) -> int | None:

@@ -16,6 +16,7 @@ from kvserver.adapters.common.specs import LoadSpec
 from kvserver.adapters.vllm.chunks import Offer, Tables
 from kvserver.adapters.vllm.variants import Variant
 from kvserver.adapters.vllm.wishes import NONE, Wishes
+from kvserver.protocol import MAX_SESSION_ID, salt_digest
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -66,6 +67,13 @@ class RequestState(Question):
         self.has_prompt_tail = self.give_up = False
         self.boundaries = None
         self.turn = turn_of(self.request)
+
+
+def session_of(state: RequestState) -> tuple[str, bytes | None]:
+    """Session of the request, and the digest of its cache salt; "" if it has no session, or a name that is too long for the daemon."""
+    request = state.request
+    id = getattr(request, "session_id", None) or state.wishes.session_id  # vLLM before 0.32 has none
+    return (id, salt_digest(request.cache_salt) or None) if id and len(id) <= MAX_SESSION_ID else ("", None)
 
 
 def turn_of(request: Request) -> tuple[int, Any]:

@@ -20,7 +20,7 @@ from kvserver.adapters.vllm.acceptance import Acceptance
 from kvserver.adapters.vllm.chunks import Chunks, Offer, Tables
 from kvserver.adapters.vllm.contents import Contents
 from kvserver.adapters.vllm.facts import EngineFacts
-from kvserver.adapters.vllm.requests import RequestState, offers_of, tables_of
+from kvserver.adapters.vllm.requests import RequestState, offers_of, session_of, tables_of
 from kvserver.adapters.vllm.variants import Variants
 from kvserver.protocol import MAX_CHUNKS, HelloReply
 
@@ -187,7 +187,9 @@ class StorePlanner:
     ) -> None:
         block_ids = self._chunks.blocks_of(group, tables, chunks)
         described = self._sends_contents and group == 0
-        linked = self._sends_parents and self._chunks.groups[group].kind == "full"
+        full = self._chunks.groups[group].kind == "full"
+        session_id, session_salt = session_of(state) if full else ("", None)
+        linked = full and (self._sends_parents or session_id)
         store = StoreSpec(
             copy_id=next(self._ids),
             request_id=state.request.request_id,
@@ -201,6 +203,8 @@ class StorePlanner:
             first_chunk=chunks.start,
             dropped=self._chunks.keys(state.request, dropped),
             after=self._key_before(state.request, chunks.start) if linked else None,
+            session_id=session_id,
+            session_salt=session_salt,
         )
         self._pins.add(store.copy_id, block_ids)
         undo = self._undo(state, chunks.start, chunks.start * self._chunks.blocks)

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kvserver.protocol import MAX_SESSION_ID
+
 log = logging.getLogger("vllm.kvserver")
 
 _PREFIX = "kvserver."
@@ -26,6 +28,7 @@ class Wishes:
     stores: bool = True  # its KV may be stored
     most_tokens: int = sys.maxsize  # of its prompt, from the first one on, that may be loaded
     waits_for_storage: bool = True  # for what the daemon has in L2 alone
+    session_id: str = ""  # for vLLM before 0.32, whose requests have none
 
 
 NONE = Wishes()
@@ -57,6 +60,8 @@ def _with(wishes: Wishes, name: str, value: object) -> Wishes | None:
         return replace(wishes, stores=not value)
     if name == "max_load_tokens" and isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return replace(wishes, most_tokens=min(value, wishes.most_tokens))
+    if name == "session_id" and isinstance(value, str) and len(value) <= MAX_SESSION_ID:
+        return replace(wishes, session_id=value)
     if name == "tiers" and isinstance(value, (list, tuple)) and all(isinstance(tier, str) for tier in value):
         found = _TIERS.get(tuple(sorted(value)))
         if found is not None:
@@ -69,7 +74,8 @@ def _refused(wishes: Wishes, name: str, counters: Counter[str]) -> Wishes:
     if counters["bad_wishes"] == 1:
         log.warning(
             "kv_transfer_params of a request: %.100r has no such value, and is ignored; known are %sno_store (true or false), "
-            "%smax_load_tokens (0 or more) and %stiers ([], ['l1'] or ['l1', 'l2']). Further ones are only counted",
-            name, _PREFIX, _PREFIX, _PREFIX,
+            "%smax_load_tokens (0 or more), %stiers ([], ['l1'] or ['l1', 'l2']) and %ssession_id (up to 256 characters). Further ones "
+            "are only counted",
+            name, _PREFIX, _PREFIX, _PREFIX, _PREFIX,
         )  # fmt: skip
     return wishes

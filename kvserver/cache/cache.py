@@ -7,8 +7,9 @@ Rules kept here:
 - Lookups and loads find only READY objects. READY means that every rank's bytes were copied whole.
 - Leased chunks and pinned chunks (being filled or read) are not evicted. Incomplete chunks that no store fills are evicted first.
 - Clear and eviction detach a chunk at once. The chunk's pages are freed when its last pin ends.
+- Chunks that only superseded ends of sessions use (`sessions`) are evicted before what the policy chooses, after incomplete ones.
 - The last chunk of a prompt is stored block by block (a *tail*) in a namespace of its own, `tails_of()`, where each block is a
-  chunk. A tail leaves L1 before the chunk that it follows.
+  chunk. The policy evicts a tail before the chunk that it follows. Tails are of no session.
 - A chunk's objects of all groups age together and are evicted together, so no object strands those of another group.
 - Within one request later chunks age faster than earlier chunks: a prefix without its start is useless. A store never evicts
   chunks that it stores or has found. If a prompt does not fit, the prefix that fits stays.
@@ -31,6 +32,7 @@ from kvserver.cache.leases import Owner
 from kvserver.cache.misses import LookupOutcome, MissReason
 from kvserver.cache.namespace import tails_of
 from kvserver.cache.pages import PagePool
+from kvserver.cache.sessions import SessionKey
 from kvserver.cache.space import NO_SHARES, Space
 from kvserver.cache.store_plans import StorePlans
 from kvserver.protocol import KEY_BYTES, ErrorCode, KVServerError
@@ -70,6 +72,7 @@ class Cache:
     def __init__(self, pool: PagePool, policy: EvictionPolicy, shares: Mapping[str, Decimal] = NO_SHARES) -> None:
         self.space = space = Space(pool, policy, shares)
         self.pool, self.policy, self.index, self.leases = pool, policy, space.index, space.leases
+        self.sessions = space.sessions
         self.pin_chunks, self.unpin_chunks = space.pin_chunks, space.unpin_chunks
         self.clear_namespaces, self.step = space.clear_namespaces, space.step
         self.kept_by_a_restart, self.adopt_chunks = space.kept_by_a_restart, space.adopt_chunks
@@ -80,13 +83,28 @@ class Cache:
 
     # ---- lookup and leases --------------------------------------------------------------------
 
-    def lookup(self, namespace_id: bytes, keys: bytes, owner: Owner, deadline: float) -> LookupOutcome:
+    def lookup(
+        self,
+        namespace_id: bytes,
+        keys: bytes,
+        owner: Owner,
+        deadline: float,
+        session: SessionKey | None = None,
+        *,
+        shares: bool = True,
+        now: float = 0.0,
+    ) -> LookupOutcome:
         """Find the greatest boundary of a hit; `owner` leases what a load up to it needs until `deadline`.
 
-        A second lookup of an owner replaces its first lease. REQUIRES: deadlines of one instance never decrease.
+        A second lookup of an owner replaces its first lease. `session`: the request's. `shares`: a request without one shares what
+        it finds for good. REQUIRES: deadlines of one instance never decrease.
         """
         namespace = self.index.find_namespace(namespace_id)
         leased, hits, full_chunks = _lease(namespace, keys) if namespace is not None else ([], 0, 0)
+        if session is not None:
+            self.sessions.use(session, leased[-1] if leased else None, now)
+        elif leased and leased[-1].session_end is not None and shares:
+            self.sessions.share(leased[-1])
         self.leases.end(owner)
         if leased:
             self.leases.add(owner, leased, deadline)

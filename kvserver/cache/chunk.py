@@ -16,6 +16,7 @@ from __future__ import annotations
 import secrets
 import sys
 from array import array
+from typing import Any
 
 from kvserver._native import KeyTable
 from kvserver.cache.groups import Groups
@@ -66,10 +67,22 @@ class Chunk:
     """A chunk; an eviction policy adds its own state in a subclass.
 
     `done` is a bit set of slots; the other slots are being filled. `ready` is a bit set of groups: those whose slots are all
-    done. `pins` counts tickets, `leases` counts requests. A chunk with either is not evicted.
+    done. `pins` counts tickets, `leases` counts requests. A chunk with either is not evicted. `session_end`, its owner, and
+    `session_parent`, the chunk before it in the prompt, are `sessions`'.
     """
 
-    __slots__ = ("_slots", "done", "key", "leases", "loaded", "namespace", "pins", "ready")
+    __slots__ = (
+        "_slots",
+        "done",
+        "key",
+        "leases",
+        "loaded",
+        "namespace",
+        "pins",
+        "ready",
+        "session_end",
+        "session_parent",
+    )
 
     def __init__(self, namespace: Namespace, key: bytes) -> None:
         self.namespace = namespace
@@ -82,6 +95,8 @@ class Chunk:
         self.loaded = False  # at least one rank has loaded it whole
         self.leases = 0
         self.pins = 0
+        self.session_end: Any = None  # a PromptEnd
+        self.session_parent: Chunk | None = None
 
     @property
     def detached(self) -> bool:

@@ -18,6 +18,7 @@ from kvserver.cache.index import ChunkRows, Index
 from kvserver.cache.leases import Leases
 from kvserver.cache.misses import EvictedKeys
 from kvserver.cache.pages import PagePool, page_count
+from kvserver.cache.sessions import Sessions
 from kvserver.cache.shares import Shares
 from kvserver.cache.store_plan import StorePlan
 from kvserver.protocol import Durability
@@ -33,6 +34,7 @@ class Space:
         self.policy = policy
         self.index = Index(policy.make_chunk)
         self.leases = Leases(policy)
+        self.sessions = Sessions(lambda: self.index.chunk_count)
         self._shares = Shares({self.index.model(name): int(share * pool.pages) for name, share in shares.items()})
         self.evicted_chunks = 0
         self.evicted_pages = 0
@@ -145,6 +147,8 @@ class Space:
         chunk.namespace.model.pages -= pages
         chunk.ready = 0
         self.policy.untrack(chunk)
+        if chunk.session_end is not None:
+            self.sessions.left(chunk)
         return pages
 
     def allocate_slots(self, plan: StorePlan, model: ModelUse) -> list[bytes] | None:
@@ -167,7 +171,7 @@ class Space:
             if done := self._free_one_chunk():
                 plan.steps -= done
                 continue
-            chunk = self.policy.pop_incomplete() or self._shares.pop_released() or self.policy.pop_chunk()
+            chunk = self.policy.pop_incomplete() or self._shares.pop_released() or self._pop_chunk()
             if chunk is None:
                 if done := self.leases.end_one():
                     plan.steps -= done
@@ -184,6 +188,13 @@ class Space:
                 plan.steps -= _EVICTION_STEPS
                 self._evict_chunk(chunk, plan)
         return slot
+
+    def _pop_chunk(self) -> Chunk | None:
+        """The READY chunk to evict next, of those that no share spares: what is superseded first."""
+        if self.sessions.superseded and (chunk := self.sessions.pop_superseded()) is not None:
+            self.policy.untrack(chunk)
+            return chunk
+        return self.policy.pop_chunk()
 
     def _evict_chunk(self, chunk: Chunk, plan: StorePlan) -> None:
         self.index.detach_chunk(chunk)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from kvserver.cache.chunk import Chunk, Namespace
 from kvserver.cache.groups import Groups
+from kvserver.cache.sessions import SessionRecord
 from kvserver.protocol import Durability
 
 
@@ -42,3 +43,6 @@ class StorePlan:
     no_space: int = 0  # objects that found no space in L1
     after: tuple[bytes, bytes] | None = None  # of a tail: (namespace id, key) of the chunk before it
     durability: Durability = Durability.PROCESS  # who can find later what is stored
+    session: SessionRecord | None = None  # of the new chunks; None: they are shared
+    shares: bool = False  # the chunks that it found are shared from now on
+    behind: bytes = b""  # the key of the chunk before the first key, if `session` and there is one

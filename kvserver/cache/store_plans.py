@@ -12,6 +12,7 @@ from kvserver.cache.chunk import Chunk
 from kvserver.cache.groups import Groups
 from kvserver.cache.index import split_keys
 from kvserver.cache.pages import page_count
+from kvserver.cache.sessions import SessionKey
 from kvserver.cache.space import Space
 from kvserver.cache.store_plan import StorePlan
 from kvserver.protocol import KEY_BYTES, Durability, ErrorCode, KVServerError
@@ -39,12 +40,17 @@ class StorePlans:
         model_name: str = "",
         after: tuple[bytes, bytes] | None = None,
         durability: Durability = Durability.PROCESS,
+        session: SessionKey | None = None,
+        behind: bytes = b"",
+        shares: bool = True,
     ) -> StorePlan:
         """Allocate slots for the objects of `group` of which none of these slots is there yet, and pin their chunks.
 
         - `after`: of a tail, (namespace id, key) of the chunk before it.
         - `slots`: the numbers of one rank's slot in each chunk, or of all ranks' slots.
         - `places`: the places of the keys among those that all ranks store together, if not from 0 on.
+        - `session`: of the request. Its new chunks follow the chunk `behind`, or begin a prompt. Without one the chunks that are found
+          are shared for good; not so of a fill, whose lookup was counted: `shares` is False.
 
         Objects that are resident or that another store fills are skipped (duplicate stores merge). `no_space` counts the first
         object that cannot fit, and all objects after it. An object cannot fit if no further chunk may be evicted, or if L1 is too
@@ -66,6 +72,9 @@ class StorePlans:
             complete=False, after=after, durability=durability,
         )  # fmt: skip
         plan.no_space = count - fitting
+        if session is not None and groups.full >> group & 1:
+            plan.session, plan.behind = self._space.sessions.begin_store(session), behind
+        plan.shares = shares and plan.session is None
         plan.found = [chunk for chunk in self._space.index.find_chunks(namespace_id, plan.keys) if chunk is not None]
         self._space.pin_chunks(plan.found)
         self.extend_plan(plan, steps)
@@ -104,6 +113,11 @@ class StorePlans:
             if chunk is None:
                 chunk = self._space.index.add_chunk(namespace, key)
                 chunk.pins += 1
+                if plan.session is not None:
+                    before = (
+                        plan.prefix[-1] if plan.prefix else namespace.chunks.get(plan.behind) if plan.behind else None
+                    )
+                    self._space.sessions.add(plan.session, chunk, before)
                 plan.returning = plan.returning and (namespace.id, key) in self._space.evicted_keys
                 if plan.returning:
                     self._space.policy.use([chunk])
@@ -181,6 +195,8 @@ class StorePlans:
     def _complete_plan(self, plan: StorePlan) -> None:
         """Unpin all chunks but those that the plan fills."""
         plan.complete = True
+        if plan.shares and plan.found and plan.found[-1].session_end is not None:
+            self._space.sessions.share(plan.found[-1])
         for chunk in plan.found:
             chunk.pins -= 1
         self._space.pins -= len(plan.found)

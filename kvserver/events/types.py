@@ -182,6 +182,7 @@ class ChunksDescribed(_Event, frozen=True):
     block_tokens: int  # of the contents' blocks
     contents: ChunkContents
     in_l2: tuple[bytes, ...] = ()  # for each group of `ready` those of `keys` whose objects are in L2; (): none
+    session_id: str = ""  # of the store's request
 
 
 class ChunksLoaded(_OfChunks, frozen=True):

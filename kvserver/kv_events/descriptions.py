@@ -45,6 +45,7 @@ def describe(event: ChunksDescribed) -> list[Description | None]:
                 event.block_tokens,
                 contents.lora_name,
                 _joined(extra_keys[at * blocks : (at + 1) * blocks]),
+                session_id=event.session_id,
             )
             if fits
             else None

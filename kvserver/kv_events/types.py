@@ -42,6 +42,7 @@ class Description(msgspec.Struct, frozen=True, gc=False):
     lora_name: str = ""
     extra_keys: bytes = b""  # msgpack: a list with an array or nil for each block; b"": all nil
     members: Members = ()  # KV cache groups that have the blocks
+    session_id: str = ""  # of the request that stored it first; others may use it
 
     @property
     def blocks(self) -> int:

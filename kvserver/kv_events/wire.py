@@ -56,6 +56,7 @@ class AllBlocksCleared(msgspec.Struct, tag="AllBlocksCleared"):
 
 class BlockStored(_Stored):
     locality: str | None = None
+    session_id: str | None = None
 
 
 class BlockRemoved(_Removed):
@@ -107,6 +108,7 @@ def stored_events(
             kv_cache_spec_kind=group.kind if group is not None else None,
             kv_cache_spec_sliding_window=group.window if group is not None else None,
             **_locality(kind, tier),
+            **({"session_id": chunk.session_id} if chunk.session_id and kind is BlockStored else {}),
         )
 
 

@@ -22,7 +22,18 @@ from kvserver.protocol.block_reports import (
 from kvserver.protocol.codec import decode_attach, decode_attach_reply, decode_reply, decode_request, encode
 from kvserver.protocol.endpoint import NotPermitted, barrier, default_endpoint, stranger_at
 from kvserver.protocol.errors import CONNECTION_REFUSED, ConfigError, ErrorCode, KVServerError
-from kvserver.protocol.fields import CONTENT_BYTES, KEY_BYTES, MAX_CHUNKS, TOKEN_BYTES, Durability, Label, Name, Text
+from kvserver.protocol.fields import (
+    CONTENT_BYTES,
+    KEY_BYTES,
+    MAX_CHUNKS,
+    MAX_SESSION_ID,
+    TOKEN_BYTES,
+    Durability,
+    Label,
+    Name,
+    Text,
+    salt_digest,
+)
 from kvserver.protocol.groups import (
     MAX_CHUNK_TOKENS,
     MAX_OBJECT_GROUPS,

@@ -37,6 +37,8 @@ from kvserver.protocol.fields import (
     Name,
     Positive,
     Ratio,
+    SaltDigest,
+    SessionId,
     Size,
     Small,
     Text,
@@ -193,6 +195,8 @@ class Lookup(ArrayMessage):
     tail_keys: Keys = b""  # of the whole blocks behind the last chunk of `keys`, which may then be empty
     durability: Durability = Durability.PROCESS  # of the variant
     boundaries: bool = False  # whether the reply should have `boundaries`
+    session_id: SessionId | None = ""  # "": the request has none; None: this engine's lookups do not carry it
+    session_salt: SaltDigest | None = None  # of the request's cache salt, if it has one; a session is of one salt
 
 
 class LookupTail(ArrayMessage):
@@ -239,9 +243,12 @@ class Store(_Copy):
     # Which chunk of its prompt the first key is. Of a replicated group rank r copies chunk n if n % world_size == r; each rank
     # sends all keys. Protocol 4: rank 0 copies all. Of single blocks: which block.
     first_chunk: Unsigned = 0
-    # The key of the chunk before the first key, if there is one: of single blocks, and of full attention if HelloReply.parents.
+    # The key of the chunk before the first key, if there is one: of single blocks, and of full attention if HelloReply.parents or
+    # if there is a session_id.
     after: Keys | None = None
     durability: Durability = Durability.PROCESS  # of the variant
+    session_id: SessionId = ""  # with `after` where there is a chunk before the first key
+    session_salt: SaltDigest | None = None
 
 
 class Retrieve(_Copy):

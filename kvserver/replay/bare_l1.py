@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvserver.cache import POLICIES, Cache, Chunk, PagePool, one_group
+from kvserver.cache import POLICIES, SUPERSEDED_AFTER, Cache, Chunk, PagePool, SessionKey, one_group
 from kvserver.protocol import KEY_BYTES
 
 _NAMESPACE = bytes(KEY_BYTES)
@@ -31,8 +31,9 @@ class Served(NamedTuple):
 class BareL1:
     """L1 of one machine. `blocks`: the capacity, at least 1."""
 
-    def __init__(self, blocks: int, policy: str) -> None:
+    def __init__(self, blocks: int, policy: str, superseded_after: int = SUPERSEDED_AFTER) -> None:
         self._cache = Cache(PagePool(blocks * _PAGE_BYTES, _PAGE_BYTES), POLICIES[policy]())
+        self._cache.sessions.superseded_after = superseded_after
         self._groups = one_group(1)
 
     def find(self, keys: bytes) -> list[Chunk]:
@@ -40,25 +41,26 @@ class BareL1:
         namespace = self._cache.index.find_namespace(_NAMESPACE)
         return namespace.chunks.find_leading(keys) if namespace is not None else []
 
-    def store(self, keys: bytes) -> tuple[int, int]:
+    def store(self, keys: bytes, session: SessionKey | None = None) -> tuple[int, int]:
         """Store the blocks from the first on that fit, and make all of these young. Returns how many were stored, and are resident."""
         if not keys:
             return 0, 0
-        plan = self._cache.plan_store(_NAMESPACE, self._groups, keys, _PAGE_BYTES)
+        plan = self._cache.plan_store(_NAMESPACE, self._groups, keys, _PAGE_BYTES, session=session)
         return self._cache.finish_store(plan, copied=True), len(plan.prefix)
 
-    def serve(self, keys: bytes, now: float, l2: BareL1 | None = None) -> Served:
+    def serve(self, keys: bytes, now: float, l2: BareL1 | None = None, session_id: str = "") -> Served:
         """Find the prompt's blocks, read from `l2` those that follow, and store the whole prompt. `now` never decreases."""
         cache, filled = self._cache, 0
-        found = self._lookup(keys, now)
+        session = SessionKey(_NAMESPACE, b"", session_id) if session_id else None
+        found = self._lookup(keys, now, session)
         if l2 is not None and (more := len(l2.find(keys[found * KEY_BYTES :]))):
-            filled, _ = self.store(keys[: (found + more) * KEY_BYTES])
-            found = self._lookup(keys, now)
+            filled, _ = self.store(keys[: (found + more) * KEY_BYTES], session)
+            found = cache.lookup(_NAMESPACE, keys, _OWNER, now + _LEASE_SECONDS, shares=False).hit_chunks
         if found:
             cache.finish_load(cache.plan_load(_NAMESPACE, keys[: found * KEY_BYTES]), copied=True)
-        _, resident = self.store(keys)
+        _, resident = self.store(keys, session)
         cache.end_lease(_OWNER)
         return Served(found - filled, filled, resident)
 
-    def _lookup(self, keys: bytes, now: float) -> int:
-        return self._cache.lookup(_NAMESPACE, keys, _OWNER, now + _LEASE_SECONDS).hit_chunks
+    def _lookup(self, keys: bytes, now: float, session: SessionKey | None) -> int:
+        return self._cache.lookup(_NAMESPACE, keys, _OWNER, now + _LEASE_SECONDS, session, now=now).hit_chunks

@@ -73,7 +73,7 @@ class _Cluster:
     def serve(self, prompt: TracePrompt) -> None:
         chosen = self._router.choose(prompt.keys, self._l1s, self._computed)
         machine = self.machines[chosen]
-        served = machine.l1.serve(prompt.keys, prompt.seconds, self._l2)
+        served = machine.l1.serve(prompt.keys, prompt.seconds, self._l2, prompt.session_id)
         written = self._l2.store(prompt.keys[: served.resident * KEY_BYTES])[0] if self._l2 is not None else 0
         machine.blocks += prompt.blocks
         self._computed[chosen] += prompt.blocks - served.l1 - served.l2

@@ -59,7 +59,7 @@ def replay_sizes(
             l1 = BareL1(capacity(blocks, trace), policy)
             hits = hit_tokens = 0
             for number, request in enumerate(trace.requests):
-                found = l1.serve(request.keys, request.seconds).l1
+                found = l1.serve(request.keys, request.seconds, session_id=request.session_id).l1
                 if number >= first:
                     hits += found
                     hit_tokens += min(found * trace.block_tokens, request.tokens)

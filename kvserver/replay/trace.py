@@ -5,6 +5,7 @@ Fields of a line; others are ignored:
 - `hash_ids`: an id for each block of the prompt. Equal ids are equal prefixes up to there.
 - `chunk_tokens` (kvserver's recordings): the tokens of a block.
 - `lost` (kvserver's recordings): the number of requests that are missing before the line.
+- `session_id`: the session of the request; "" or absent: the request has none.
 
 Owns: what a good line is, and the keys that ids become. Refuses to know: caches.
 """
@@ -33,6 +34,7 @@ class _Line(msgspec.Struct):
     hash_ids: list[_Count]
     lost: _Count = 0
     chunk_tokens: _Count = 0
+    session_id: str = ""
 
 
 class TracePrompt(NamedTuple):
@@ -41,6 +43,7 @@ class TracePrompt(NamedTuple):
     seconds: float
     keys: bytes
     tokens: int = 0
+    session_id: str = ""
 
     @property
     def blocks(self) -> int:
@@ -76,7 +79,7 @@ def read_trace(lines: Iterable[bytes], name: str, progress: Callable[[int], None
         if not requests:
             first = line.timestamp
         now = max(now, line.timestamp - first)
-        requests.append(TracePrompt(now / 1000, keys, line.input_length))
+        requests.append(TracePrompt(now / 1000, keys, line.input_length, line.session_id))
         if line.hash_ids:
             block_tokens = max(block_tokens, line.chunk_tokens or -(-line.input_length // len(line.hash_ids)))
         distinct.update(line.hash_ids)

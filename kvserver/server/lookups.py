@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from kvserver.cache import Cache, LookupOutcome, MissReason, counted_in_l2
+from kvserver.cache import Cache, LookupOutcome, MissReason, SessionKey, counted_in_l2
 from kvserver.copy import Devices
 from kvserver.engines import Instance, Instances
 from kvserver.events import Bus, LookupEnded
@@ -70,7 +70,10 @@ class L1Lookups:
         if namespace is None or self._unavailable:
             outcome = _nothing(request, chunks, self._unavailable or instance.ranks_text)
             return self._over(_Looked(request, instance, namespace or b"", spec.chunk_tokens, began_ns, outcome))
-        outcome = self.cache.lookup(namespace, request.keys, owner, self._deadline())
+        outcome = self.cache.lookup(
+            namespace, request.keys, owner, self._deadline(), _session(request, namespace),
+            shares=request.session_id is not None, now=began_ns / 1e9,
+        )  # fmt: skip
         in_l2 = self.storage.found(instance, namespace, request.keys, outcome.hit_chunks, request.durability)
         if in_l2.known > outcome.hit_chunks:
             outcome = counted_in_l2(outcome, in_l2.known, MissReason.SLOW_L2 if in_l2.slow else MissReason.IN_L2)
@@ -124,7 +127,7 @@ class L1Lookups:
         if instance is None or namespace is None or self._unavailable:
             return LookupReply(0)
         owner = (request.instance_id, request.request_id)
-        outcome = self.cache.lookup(namespace, request.keys, owner, self._deadline())
+        outcome = self.cache.lookup(namespace, request.keys, owner, self._deadline(), shares=False)
         looked = _Looked(request, instance, namespace, instance.any_worker().spec.chunk_tokens, 0, outcome)
         if not outcome.missed:
             self._find_tail(looked, request.tail_keys)
@@ -157,6 +160,10 @@ class L1Lookups:
         self.bus.publish(ended, len(request.keys) + len(looked.tail_keys))
         reply = _reply(outcome, fill_chunks=fill_chunks)
         return self._with_boundaries(looked, reply) if request.boundaries else reply
+
+
+def _session(request: Lookup, namespace: bytes) -> SessionKey | None:
+    return SessionKey(namespace, request.session_salt or b"", request.session_id) if request.session_id else None
 
 
 def _nothing(request: Lookup, chunks: int, why: str) -> LookupOutcome:

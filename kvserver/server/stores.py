@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 
 from kvserver._native import Outcome
-from kvserver.cache import Cache, StorePlan
+from kvserver.cache import Cache, SessionKey, StorePlan
 from kvserver.copy import Completion
 from kvserver.engines import Respond, StoreTicket, Worker, WorkerGroup
 from kvserver.events import Bus, ChunksDescribed, ChunksEvicted, ChunksStored, publish_evicted
@@ -80,6 +80,7 @@ class Stores:
             namespace, group.layout, keys_at(request.keys, places), group.slot_bytes,
             group=group.number, slots=_slots(group), places=places, steps=steps, model_name=worker.spec.model_name,
             after=after, durability=self.copies.durability_of(request, worker),
+            session=_session(request, namespace) if not group.layout.tails else None, behind=request.after or b"",
         )  # fmt: skip
         self._steps = plan.steps if steps else self._steps
         self._publish_evictions(plan)
@@ -195,7 +196,15 @@ class Stores:
             in_l2 = () if ticket.group.layout.tails else self.storage.present(namespace, len(ready), keys)
             hashed_tokens = len(contents.tokens) // TOKEN_BYTES * contents.hash_bytes // len(contents.hashes)
             described = ChunksDescribed(
-                self.copies.now_ns(), spec.instance_id, namespace, keys, ready, hashed_tokens, contents, in_l2
+                self.copies.now_ns(),
+                spec.instance_id,
+                namespace,
+                keys,
+                ready,
+                hashed_tokens,
+                contents,
+                in_l2,
+                ticket.request.session_id,
             )
             self.bus.publish(described, size)
 
@@ -210,6 +219,12 @@ class Stores:
             if not group.layout.tails and (of_l2 := self.copies.coverage_in_l2(ticket)) is not None:
                 after = ticket.request.after or b""
                 self.storage.stored(ticket.namespace, *of_l2, ticket.plan.prefix, after, set(ready))
+
+
+def _session(request: Store, namespace: bytes) -> SessionKey | None:
+    """The session of the chunks. Where the chunk before them is not stated, they are shared."""
+    known = request.session_id and (request.after or not request.first_chunk)
+    return SessionKey(namespace, request.session_salt or b"", request.session_id) if known else None
 
 
 def _slots(group: WorkerGroup) -> range:

@@ -1,7 +1,8 @@
 """Status pages, and the commands that clients send by POST.
 
-Pages: `/status`, `/instances`, `/metrics`, `/livez`, `/readyz`, `/config`, `/kv/snapshot`, `/explain`, and the page for people at
-`/` with its assets and `/history`. Commands: `POST /cache/clear`, `POST /config/serving`, `POST /audit`, `POST /kv/match`.
+Pages: `/status`, `/instances`, `/sessions`, `/metrics`, `/livez`, `/readyz`, `/config`, `/kv/snapshot`, `/explain`, and the page for people at
+`/` with its assets and `/history`. Commands: `POST /cache/clear`, `POST /config/serving`, `POST /audit`, `POST /kv/match`,
+`DELETE /sessions/ID`.
 
 A request is read as a whole before it is answered: first its head, which `access` decides on, then its body. A page waits a
 bounded time for the loop. If the loop does not answer, the page shows the last snapshot with its age (`stale_seconds`), and
@@ -31,11 +32,11 @@ from kvserver import __version__
 from kvserver.observability import Observability
 from kvserver.protocol.status import DaemonStatus
 from kvserver.routing import MOST_BODY_BYTES, MatchPages
-from kvserver.server import Audit, Clears, Server, Serving, Upkeep
+from kvserver.server import Audit, Clears, Server, Serving, SessionReports, Upkeep
 from kvserver.telemetry import Family, RpcCounts
 from kvserver.telemetry.metrics_process import process_families
 from kvserver.telemetry.prometheus import render
-from kvserver.web import clear_page, explain_page, page, serving_page, snapshot_page
+from kvserver.web import clear_page, explain_page, page, serving_page, sessions_page, snapshot_page
 from kvserver.web.access import OPEN_PAGES, Access, Refusal
 from kvserver.web.connections import ANSWER_SECONDS, IDLE_SECONDS, REQUEST_SECONDS, WHY_SPARE, Connections, Phase
 from kvserver.web.history import NO_HISTORY, History
@@ -74,6 +75,7 @@ class StatusPages(Connections):
         self.match = match
         self.upkeep = upkeep
         self.clears = Clears(upkeep)
+        self.sessions = SessionReports(upkeep)
         self.serving = serving or Serving()
         self._settings = settings
         self.explain = observability.explain
@@ -264,6 +266,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         has_query = self._method == "GET" or self._page_name in _COMMANDS_WITH_QUERY
         page = _PAGES.get(f"{self._method} {self._page_name if has_query else self.path}")
+        if self.command == "DELETE" and self.path.startswith(sessions_page.PREFIX):
+            page = _Handler._delete_session
         if page is None:
             self._send(404, f"no page {self.path}; there are {_LISTED}\n")
             return
@@ -272,7 +276,7 @@ class _Handler(BaseHTTPRequestHandler):
         except TimeoutError as error:
             self._send(503, f"{error}\n")
 
-    do_POST = do_HEAD = do_GET
+    do_POST = do_HEAD = do_DELETE = do_GET
 
     def do_OPTIONS(self) -> None:
         """Name the methods of a page. No header of CORS: other sites' pages get nothing here."""
@@ -333,6 +337,13 @@ class _Handler(BaseHTTPRequestHandler):
         code, body = serving_page.answer(self.server.serving, self.server.ask, self.path.partition("?")[2])
         self._send(code, body, "application/json")
 
+    def _sessions(self) -> None:
+        self._send(200, sessions_page.all_sessions(self.server.sessions, self.server.ask), "application/json")
+
+    def _delete_session(self) -> None:
+        code, body = sessions_page.delete(self.server.sessions, self.server.ask, self.path)
+        self._send(code, body, "application/json")
+
     def _audit(self) -> None:
         outcome = self.server.ask(self.server.upkeep.audit_now)
         code = {Audit.BALANCED: 200, Audit.UNBALANCED: 500, Audit.NOT_COUNTED: 503}[outcome]
@@ -385,6 +396,7 @@ _PAGES: dict[str, Callable[[_Handler], None]] = {
     "GET /readyz": _Handler._readyz,
     "GET /config": _Handler._config,
     "GET /kv/snapshot": _Handler._kv_snapshot,
+    "GET /sessions": _Handler._sessions,
     "POST /cache/clear": _Handler._clear,
     "POST /config/serving": _Handler._serving,
     "POST /audit": _Handler._audit,

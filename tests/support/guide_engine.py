@@ -1,6 +1,6 @@
 """`python -m support.guide_engine ENDPOINT`: a made-up engine in a process of its own, for the commands of guides.
 
-It has stored, found and loaded a chunk, and ended a request, when it prints its line; it stays until it is ended.
+It has stored, found and loaded a chunk, stored two of the session agent-7, and ended a request, when it prints its line; it stays until it is ended.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ def main(endpoint: str) -> None:
     with Worker(endpoint, instance_id="guide-1") as worker:
         worker.send(worker.description(hash_algorithm="sha256", hash_start=b"s" * 32, hash_block_tokens=16))
         worker.round_trip()
+        worker.store(make_keys(2), worker.blocks_for(2), session_id="agent-7")
         keys = make_keys(2)
         worker.lookup(keys, "cmpl-guide", tokens=2 * worker.hello.chunk_tokens)
         worker.end_request(

@@ -6,8 +6,10 @@ from typing import Any
 
 import msgspec
 import pytest
+from support.kv_chunks import Prompt
 from support.kv_feed import describe, named
 
+from kvserver.kv_events import descriptions
 from kvserver.kv_events.descriptions import part_of
 from kvserver.kv_events.types import Tier
 from kvserver.kv_events.wire import Writer, batch, stored_events
@@ -67,6 +69,17 @@ def test_a_map_carries_all_that_is_known_of_a_chunk() -> None:
         "kv_cache_spec_kind": "full_attention",
         "locality": "LOCAL",
     }
+
+
+def test_a_map_carries_the_session_that_stored_a_chunk_and_an_array_does_not() -> None:
+    (chunk,) = descriptions.describe(
+        msgspec.structs.replace(Prompt(range(8)).described(b"n" * 32, 0, 1), session_id="agent-7")
+    )
+    assert chunk is not None
+    assert stored(Writer("bytes", arrays=False), chunk, Tier.L1, FULL)["session_id"] == "agent-7"
+    (event,) = Writer("bytes", arrays=True).stored(chunk, Tier.L1, FULL)
+    assert b"agent-7" not in event
+    assert "session_id" not in stored(Writer("bytes", arrays=False), describe("a"), Tier.L1, FULL)
 
 
 def test_what_is_unknown_is_left_out() -> None:

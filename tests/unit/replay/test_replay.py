@@ -106,3 +106,21 @@ def test_a_bad_line_is_named_by_its_number(bad: bytes, why: str) -> None:
 def test_a_trace_without_requests_is_refused() -> None:
     with pytest.raises(ConfigError, match="t: no request"):
         read_trace([b"\n"], "t")
+
+
+def test_sessions_of_a_trace_evict_first_what_only_superseded_ends_use() -> None:
+    old, new, other = list(range(6)), [10, 11], list(range(20, 26))
+    prompts = [other, old, *[new] * 32, [30, 31, 32, 33], other]
+    lines = lines_of(prompts)
+    in_session = [
+        line if number in (0, len(lines) - 2, len(lines) - 1) else line.replace(b"{", b'{"session_id": "a", ', 1)
+        for number, line in enumerate(lines)
+    ]
+
+    def hits(of: list[bytes]) -> int:
+        trace = read_trace(of, "t")
+        (result,) = replay_sizes(trace, [14], ["slru"])
+        return round(result.hit_rate * trace.blocks) - 31 * len(new)
+
+    assert hits(lines) < len(other), "without sessions the last prompt finds less of what is older than the old context"
+    assert hits(in_session) == len(other)
