@@ -42,6 +42,9 @@ LEAVES_THE_SLOT: dict[str, Any] = {
     "has_computed": True,
     "tails": True,
     "machine_only": "samples of its files name them",
+    "engine": "sglang",
+    "engine_version": "0.5.23",
+    "unreported": ("requests",),
 }
 
 
