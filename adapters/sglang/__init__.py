@@ -3,7 +3,7 @@
 `contract` compares SGLang's interface with the one that `linker` was written for, and `without_cache` is the linker of an
 engine that cannot be served. `cache` carries out what the linker is asked: `hits` are the answers to lookups, `loads` and
 `stores` the copies, `kept_slots` the slots that a late copy may still write. `registration` is what a rank registers, with
-`pools` for its tensors, `identity` for what engines must agree on and `support` for what is refused.
+`pools` for its tensors, `identity` for what engines must agree on and `support` for what is refused. `keys` is the form of its keys, `events` where its own KV events are.
 """
 
 from kvserver.adapters.sglang.linker import KVServerLinker as KVServerLinker
