@@ -19,6 +19,8 @@ MUTANTS = (
            "kvserver/cache/index.py", "Index.detach_namespace", "namespace.cleared = True", "pass"),
     Mutant("what another daemon cleared in L2 is adopted after a restart", "unit/restart/test_missed_clears.py",
            "kvserver/restart/missed_clears.py", "MissedClears._why_lost", "elif now != before:", "elif False:"),
+    Mutant("a clear in a tier that was left out of one run is not noticed", "daemon/test_l1_clears.py",
+           "kvserver/restart/kept_l1.py", "RestartableL1._with_generations", "before | now if", "now if"),
     Mutant("what L1 kept is adopted before a tier has answered", "unit/restart/test_missed_clears.py",
            "kvserver/restart/missed_clears.py", "MissedClears._why_lost", "if now is None:", "if False:"),
     Mutant("an object is dropped while it is in use", "unit/cache/test_groups.py",
