@@ -155,6 +155,11 @@ def test_a_configuration_that_is_not_served_names_its_flag(folder: Path, options
     assert unsupported(ServerArgs(model_path=str(folder), device="cpu", page_size=32), 32, set()) is None
 
 
+@pytest.mark.parametrize("options", [{"speculative_algorithm": "EAGLE"}, {"enable_lora": True}], ids=str)
+def test_drafts_whose_tokens_are_in_the_keys_and_loras_are_served(folder: Path, options: dict[str, Any]) -> None:
+    assert unsupported(ServerArgs(model_path=str(folder), device="cpu", page_size=32, **options), 32, set()) is None
+
+
 def test_a_model_with_images_is_not_served(tmp_path: Path) -> None:
     config = tiny_models.llama(tmp_path, layers=1) / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"vision_config": {}}))
