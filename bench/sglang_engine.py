@@ -43,7 +43,7 @@ from support.daemon import Daemon, wait_until  # noqa: E402
 os.environ.update(ENVIRONMENT)
 LAYERS, HIDDEN, TOKENS = 12, 1024, 1500
 CACHED = (TOKENS - 1) // PAGE * PAGE
-TOKEN_BYTES = LAYERS * 2 * (HIDDEN // 64) * 32 * 4  # float32
+SMALL_LAYERS, SMALL_HIDDEN = 4, 256  # of `decode`: a token of the other model takes too long for many samples
 WARM_UPS = 2
 # The bounds of waits are those of a product, and nothing else differs from its defaults.
 SETTINGS = {
@@ -52,6 +52,14 @@ SETTINGS = {
     "kvserver.load_wait_ms": 1000.0,
     "kvserver.load_share": 0.25,
 }
+
+
+def token_bytes(layers: int, hidden: int) -> int:
+    """Bytes of a token's KV in float32."""
+    return layers * 2 * (hidden // 64) * 32 * 4
+
+
+TOKEN_BYTES = token_bytes(LAYERS, HIDDEN)
 
 
 def prompt(seed: int, length: int = TOKENS) -> list[int]:
@@ -91,7 +99,9 @@ class Lane:
 
 
 @contextmanager
-def lanes(model: Path, folder: Path, names: Sequence[str]) -> Iterator[tuple[dict[str, Lane], Daemon]]:
+def lanes(
+    model: Path, folder: Path, names: Sequence[str], token: int = TOKEN_BYTES
+) -> Iterator[tuple[dict[str, Lane], Daemon]]:
     with ExitStack() as stack:
         daemon = Daemon(l1_size="4GiB", copy_threads=1)
         stack.callback(daemon.close)
@@ -102,7 +112,7 @@ def lanes(model: Path, folder: Path, names: Sequence[str]) -> Iterator[tuple[dic
             log = folder / f"{name}.log"
             if name == "kvserver":
                 engine = Engine(model, daemon.endpoint, log, extra=SETTINGS, **options)
-                stored = lambda: int(daemon.status()["totals"]["stored_bytes"]) // (PAGE * TOKEN_BYTES)  # noqa: E731
+                stored = lambda: int(daemon.status()["totals"]["stored_bytes"]) // (PAGE * token)  # noqa: E731
             else:
                 files = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvs-files-", dir="/dev/shm")))
                 engine = Engine(
@@ -159,7 +169,7 @@ def loads(daemon: Daemon) -> dict[str, int]:
 def decode(model: Path, folder: Path, requests: int = 4, tokens: int = 300) -> None:
     """Prompts arrive beside as many decoding requests, as often in each row."""
     rows: list[list[object]] = []
-    with lanes(model, folder, ("kvserver",)) as (made, _):
+    with lanes(model, folder, ("kvserver",), token_bytes(SMALL_LAYERS, SMALL_HIDDEN)) as (made, _):
         lane = made["kvserver"]
         others = [prompt(1000 + n) for n in range(8)]
         for text in others:
@@ -180,7 +190,9 @@ def decode(model: Path, folder: Path, requests: int = 4, tokens: int = 300) -> N
             name, len(found), percentile(found, 0.5), percentile(found, 0.99), max(found),
             percentile(found, 0.99) / percentile(gaps["alone"], 0.99),
         ])  # fmt: skip
-    print(f"ms between the tokens of {requests} requests that decode, while 8 prompts of {TOKENS} tokens arrive")
+    print(
+        f"ms between the tokens of {requests} requests that decode, {SMALL_LAYERS} x {SMALL_HIDDEN}, while 8 prompts of {TOKENS} tokens arrive"
+    )
     print(table(["beside", "samples", "p50", "p99", "most", "p99/alone"], rows), end="\n\n")
 
 
@@ -197,8 +209,9 @@ def thread(model: Path, samples: int) -> None:
     from kvserver.adapters.sglang import KVServerLinker
     from kvserver.adapters.sglang.contract import without_cache
 
-    empty = without_cache(UnifiedCacheLinker, "it is the floor of a benchmark", lambda: LayerWiseLoadCounter(0))
-    full = type("AllPages", (empty,), {"lookup": lambda self, rid, transfers: [len(transfers[0].keys)]})
+    floor = without_cache(UnifiedCacheLinker, "it is the floor of a benchmark", lambda: LayerWiseLoadCounter(0))
+    empty = type("NoPages", (floor,), {"lookup": lambda self, rid, transfers: []})
+    full = type("AllPages", (floor,), {"lookup": lambda self, rid, transfers: [len(transfers[0].keys)]})
     shape: dict[str, Any] = {"tokens": 8192, "layers": LAYERS, "heads": HIDDEN // 64, "head": 32}
     with ExitStack() as stack:
         daemon = Daemon(l1_size="4GiB", copy_threads=1)
@@ -371,7 +384,11 @@ def main() -> None:
         if "first" in only:
             rates = first(model, folder, options.prompts)
         if "decode" in only:
-            decode(model, folder)
+            decode(
+                tiny_models.llama(folder / "small", layers=SMALL_LAYERS, hidden=SMALL_HIDDEN, dtype="float32",
+                                  max_position_embeddings=4096),
+                folder,
+            )  # fmt: skip
         if "thread" in only:
             thread(model, options.samples)
         if "bound" in only:
