@@ -27,6 +27,7 @@ from support.worker import Worker, make_keys
 from kvserver._native import HostRegion
 from kvserver.protocol import Durability, ObjectGroup
 from kvserver.restart import L1File
+from kvserver.restart.state import FORMAT
 
 Make = Callable[..., Daemon]
 
@@ -428,10 +429,14 @@ def test_kill_at_each_step_of_a_restart_keeps_all_chunks_or_none(kept: Daemon, p
 
 
 def test_state_of_another_format_is_not_read_by_an_older_or_newer_daemon(kept: Daemon, path: Path) -> None:
-    older = kept.program
+    older, newer = kept.program, FORMAT + 1
     for program, env, text in [
-        (STEPWISE, {"KVSERVER_TEST_FORMAT": "2"}, "it is of format 1, and this daemon has format 2"),
-        (older, {}, "it is of format 2, and this daemon has format 1"),
+        (
+            STEPWISE,
+            {"KVSERVER_TEST_FORMAT": str(newer)},
+            f"it is of format {FORMAT}, and this daemon has format {newer}",
+        ),
+        (older, {}, f"it is of format {newer}, and this daemon has format {FORMAT}"),
     ]:
         prompt = store_prompt(kept)
         assert kept.terminate() == 0

@@ -66,6 +66,7 @@ def test_memory_truncated_under_several_copies_is_unmapped_once_they_have_ended(
             worker.begin_store(make_keys(3), worker.blocks_for(3, first=13)),
         ]
         wait_for_state(copies[0], State.RUNNING)
+        slow.wait_for_accounting(tickets=3)  # a message that arrives later is refused, and its word stays as it was
         worker.memory.truncate()
     for copy in copies:
         assert isinstance(copy.reply(), Error)
