@@ -60,6 +60,10 @@ class RememberedHits:
 
     def pages(self, request_id: str, keys: Sequence[str]) -> int:
         """Count the pages that the daemon has, from the first on; 0 while that is not known."""
+        return self._ask(request_id, keys)[1]
+
+    def _ask(self, request_id: str, keys: Sequence[str]) -> tuple[_Asked | None, int]:
+        """What is remembered, and pages(). The first lookup after a connection forgets what was remembered, its own request among it."""
         if len(keys) > MAX_CHUNKS:
             keys = keys[:MAX_CHUNKS]
         asked = self._asked.get(request_id)
@@ -67,7 +71,7 @@ class RememberedHits:
         if asked is None or hit is None:
             self.forget(request_id)
             if self._begun >= MOST_BEGUN or not self._make_room():
-                return 0
+                return None, 0
             asked, hit = _Asked(Question(), list(keys)), 0
             self._asked[request_id] = asked
         asked.seen = self._pass
@@ -75,13 +79,13 @@ class RememberedHits:
         question, before = asked.question, asked.question.answer
         if self._lookups.must_send(question):
             if self._begun >= MOST_BEGUN:
-                return hit
+                return asked, hit
             self._begun += 1
             packed = bytes.fromhex("".join(asked.keys))
             self._lookups.send(question, self._message(request_id, packed), _no_tail)
         if self._lookups.answer_to(question) is before:
-            return hit
-        return asked.hit_from(keys) or 0
+            return asked, hit
+        return asked, asked.hit_from(keys) or 0
 
     def _make_room(self) -> bool:
         """Forget a request that SGLang asks about no more, if there are many. False if it asks about all of them."""
@@ -95,8 +99,7 @@ class RememberedHits:
 
     def boundaries(self, request_id: str, keys: Sequence[str]) -> Sequence[int]:
         """As pages(), the numbers of first pages that can be loaded: of an engine with windows or states, not all up to the greatest."""
-        pages = self.pages(request_id, keys)
-        asked = self._asked.get(request_id)
+        asked, pages = self._ask(request_id, keys)
         if not pages or asked is None or asked.question.answer is None:
             return ()
         before = asked.keys.index(keys[0])  # pages that SGLang itself has by now

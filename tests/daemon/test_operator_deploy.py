@@ -214,9 +214,10 @@ def test_the_services_of_compose_share_the_folder_of_the_endpoint_and_the_user(c
 
 def test_sglang_of_compose_shares_the_folder_the_user_and_the_models(compose):
     added = yaml.safe_load((DEPLOY / "compose.sglang.yaml").read_text())["services"]
-    assert added["kvserver"].keys() == {"gpus"}, "the rest is compose.yaml's"
+    assert added["kvserver"].keys() == {"gpus", "pid"}, "the rest is compose.yaml's"
     sglang, vllm = added["sglang"], compose["services"]["vllm"]
     assert sglang["volumes"] == vllm["volumes"]
+    assert sglang["pid"] == added["kvserver"]["pid"] == "host", "the end of the daemon would end an engine of its namespace"
     assert sglang["build"]["args"]["UID"] == vllm["build"]["args"]["UID"]
     assert (DEPLOY / sglang["build"]["context"] / sglang["build"]["dockerfile"]).is_file()
     command = sglang["command"]

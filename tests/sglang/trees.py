@@ -206,7 +206,7 @@ class Tree:
         self.cache.check_hicache_events()
         return not self.cache.linker.pending_offloads
 
-    def _match(self, tokens: Sequence[int], extra: str | None = None, seconds: float = 2.0) -> tuple[Any, Any]:
+    def _match(self, tokens: Sequence[int], extra: str | None = None, seconds: float = 0.0) -> tuple[Any, Any]:
         self._requests += 1
         request = SimpleNamespace(
             rid=f"r{self._requests}", kv=ReqKvInfo(), last_node=None, swa_branching_seqlen=None, session=None
