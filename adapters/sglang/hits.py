@@ -47,9 +47,8 @@ class RememberedHits:
     def __init__(self, lookups: Lookups, message: Callable[[str, bytes], Lookup]) -> None:
         self._lookups = lookups
         self._message = message
-        self._asked: OrderedDict[str, _Asked] = (
-            OrderedDict()
-        )  # the one that SGLang has not asked about for longest first
+        # The one that SGLang has not asked about for longest first.
+        self._asked: OrderedDict[str, _Asked] = OrderedDict()
         self._pass = 0
         self._begun = 0  # lookups, in this pass
 
@@ -63,7 +62,7 @@ class RememberedHits:
         return self._ask(request_id, keys)[1]
 
     def _ask(self, request_id: str, keys: Sequence[str]) -> tuple[_Asked | None, int]:
-        """What is remembered, and pages(). The first lookup after a connection forgets what was remembered, its own request among it."""
+        """The memory of the request, and pages(). The first lookup after a connection forgets what was remembered, its own request among it."""
         if len(keys) > MAX_CHUNKS:
             keys = keys[:MAX_CHUNKS]
         asked = self._asked.get(request_id)
@@ -103,9 +102,8 @@ class RememberedHits:
         if not pages or asked is None or asked.question.answer is None:
             return ()
         before = asked.keys.index(keys[0])  # pages that SGLang itself has by now
-        found = asked.question.answer.boundaries or (
-            asked.question.answer.hit_chunks,
-        )  # of an older daemon: the greatest
+        answer = asked.question.answer
+        found = answer.boundaries or (answer.hit_chunks,)  # of an older daemon: the greatest
         return [boundary - before for boundary in found if before < boundary <= before + pages]
 
     def forget(self, request_id: str) -> None:
