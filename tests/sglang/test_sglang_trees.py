@@ -166,7 +166,7 @@ def test_routers_find_pages_by_tokens_with_a_draft_and_beside_states(
     assert (found["blocks"], found["l1"]) == (4, 4)
 
 
-def test_kv_of_one_lora_is_not_found_with_another_or_without_one(make: Make) -> None:
+def test_kv_of_one_lora_is_not_found_with_another_or_without_one(make: Make, daemon: Daemon) -> None:
     """SGLang gives each LoRA an id, and a request's id goes into its keys."""
     first, second = make("mha")
     prompt = text(4, "lora")
@@ -177,6 +177,9 @@ def test_kv_of_one_lora_is_not_found_with_another_or_without_one(make: Make) -> 
     assert second.load(prompt, extras[1]) == (0, [])
     assert second.load(prompt, extras[2]) == (0, [])
     assert second.load(prompt, extras[0]) == (len(prompt), [])
+    for extra, pages in zip(extras, (4, 0, 0), strict=True):
+        found = daemon.match(block_hashes=hashes(prompt, extra)).values()
+        assert [one["l1"] for one in found] == [pages, pages], "routers find them by hashes"
 
 
 @pytest.mark.parametrize("kind", ["windows", "states"])
