@@ -30,7 +30,7 @@ from kvserver.adapters.sglang.keys import keys_of, packed
 from kvserver.adapters.sglang.loads import LoadEnd, load
 from kvserver.adapters.sglang.registration import CHUNK_PAGES
 from kvserver.adapters.sglang.settings import SGLangSettings
-from kvserver.protocol import SGLANG_HASH, DescribeScheduler, HelloReply, Lookup
+from kvserver.protocol import SGLANG_HASH, SGLANG_PAIRS_HASH, DescribeScheduler, HelloReply, Lookup
 
 _SHUT_SECONDS = 1.0
 
@@ -56,11 +56,12 @@ class RankCache:
     def __init__(
         self, settings: SGLangSettings, names: EngineNames, links: tuple[Link, Link], rank: Rank, send_queue: SendQueue,
         faults: Faults, page_tokens: int, events: EventsAddress, groups: int = 1,
+        hashes_pairs: bool = False,
     ) -> None:  # fmt: skip
-        """`groups`: the number of the engine's object groups; the first is of full attention."""
+        """`groups`: the number of the engine's object groups; the first is of full attention. `hashes_pairs`: each token with the next."""
         self._groups = groups
         self.counters: Counter[str] = Counter()
-        self._events = events
+        self._events, self._hashes_pairs = events, hashes_pairs
         self._names, self._page_tokens, self._faults = names, page_tokens, faults
         self._link, worker_link = links
         self._dispatcher = Dispatcher(self._link, self.counters, faults)
@@ -91,7 +92,7 @@ class RankCache:
             **asdict(self._names),
             variant=self._epochs.variant,
             private=self._epochs.private,
-            hash_algorithm=SGLANG_HASH,
+            hash_algorithm=SGLANG_PAIRS_HASH if self._hashes_pairs else SGLANG_HASH,
             hash_block_tokens=self._page_tokens,
             events_endpoint=self._events.endpoint,
             events_replay_endpoint=self._events.replay_endpoint,

@@ -30,7 +30,7 @@ from kvserver.adapters.sglang.events import EventsAddress, events_of
 from kvserver.adapters.sglang.kept_slots import Allocator, KeptSlots
 from kvserver.adapters.sglang.loads import LoadEnd
 from kvserver.adapters.sglang.names import names_of
-from kvserver.adapters.sglang.pools import pools_of
+from kvserver.adapters.sglang.pools import MAMBA, pools_of
 from kvserver.adapters.sglang.ranks import Ranks, ranks_of
 from kvserver.adapters.sglang.registration import PoolRegistration
 from kvserver.adapters.sglang.settings import SGLangSettings
@@ -123,8 +123,9 @@ class Linker(UnifiedCacheLinker):  # type: ignore[misc]
         with self.faults.guarded("addresses of KV events"):
             events = events_of(server_args.kv_events_config, get_parallel().dp_rank)
         cache = RankCache(
-            settings, names, links, registration.rank, queue, self.faults, self._page_tokens, events, len(pools)
-        )
+            settings, names, links, registration.rank, queue, self.faults, self._page_tokens, events, len(pools),
+            hashes_pairs=params.is_eagle and MAMBA not in self._groups,  # as SGLang's tree decides
+        )  # fmt: skip
         self.pools |= {PoolName(pool.name): pool for pool in pools[1:]}
         return cache
 

@@ -31,7 +31,8 @@ _REFUSED = {  # argument -> reason, where it is set
     "enable_return_routed_experts": "SGLang keeps the experts of cached tokens in the process that computed them",
     "enable_return_indexer_topk": "SGLang keeps results of cached tokens in the process that computed them",
 }
-# SGLang hashes each token with the next one for these, so the keys cover what a draft's KV depends on.
+# SGLang hashes each token with the next one for these, so the keys cover what a draft's KV depends on. Beside states it does not: there
+# the last token of a page may have another prompt's KV in the draft. That costs a draft and changes no answer.
 _DRAFTS_IN_KEYS = ("EAGLE", "EAGLE3", "NEXTN")
 _COMPONENTS = ("FULL", "SWA", "MAMBA")  # parts of SGLang's tree
 _MODALITIES = ("vision_config", "audio_config", "vision_tower", "thinker_config")  # in a model's configuration

@@ -99,6 +99,8 @@ from kvserver.protocol.planes import Plane, block_bytes, group_count, planes_of
 from kvserver.protocol.routing import (
     MOST_EXTRA_KEY_BYTES,
     SGLANG_HASH,
+    SGLANG_HASHES,
+    SGLANG_PAIRS_HASH,
     ChunkContents,
     DescribeScheduler,
     EngineLoad,

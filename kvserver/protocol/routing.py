@@ -25,6 +25,8 @@ HashForm: TypeAlias = Literal["", "bytes", "int"]  # "": the engine publishes no
 # DescribeScheduler.hash_algorithm of SGLang: SHA-256 over the page before and the page's tokens, u32 little-endian. Its short form is
 # the first 8 bytes. Keys of such engines are the hash with its first 8 bytes moved to the end, so that they end in the short form.
 SGLANG_HASH = "sglang_sha256"
+SGLANG_PAIRS_HASH = "sglang_sha256_pairs"  # each token is hashed with the next one: a draft's KV depends on both
+SGLANG_HASHES = (SGLANG_HASH, SGLANG_PAIRS_HASH)
 MOST_EXTRA_KEY_BYTES = 1024  # for each block of a ChunkContents
 
 

@@ -5,7 +5,8 @@
 with pickle's protocol 5 ("sha256") or canonical CBOR ("sha256_cbor"). Only these two: xxhash starts from a secret. Nothing
 is unpickled. A block of 16 tokens costs 3 to 6 us (bench/match.py); other threads get a turn every 128 blocks.
 
-SGLang's cover the hash before and the tokens alone. The first one follows a seed where the request has a salt.
+SGLang's cover the hash before and the tokens alone. The first one follows a seed where the request has a salt. With EAGLE each token
+is followed by the next one.
 
     hash = SHA-256(hash before, tokens as u32 little-endian)
 
@@ -19,6 +20,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain, pairwise
 from pickle import dumps
 
 ALGORITHMS = ("sha256", "sha256_cbor")  # of vLLM's
@@ -47,17 +49,18 @@ def hash_blocks(
             time.sleep(0)
 
 
-def hash_pages(block_tokens: int, tokens: Sequence[int], salt: str) -> Iterator[bytes]:
+def hash_pages(block_tokens: int, tokens: Sequence[int], salt: str, pairs: bool = False) -> Iterator[bytes]:
     """The key of each whole page of a prompt of SGLang's: its hash with the first 8 bytes moved to the end.
 
-    As SGLang 0.5.23 does, for requests without `extra_key`. OverflowError if a token id exceeds 32 bits.
+    As SGLang 0.5.23 does, for requests without `extra_key`. `pairs`: with the token behind each token. OverflowError if a token id exceeds 32 bits.
     """
     parent = b""
     if salt:
         raw = salt.encode()
         parent = hashlib.sha256(b"sglang-cache-namespace-v1\x00\x01" + len(raw).to_bytes(8, "little") + raw).digest()
-    for number in range(len(tokens) // block_tokens):
-        page = array("I", tokens[number * block_tokens : (number + 1) * block_tokens])
+    for number in range((len(tokens) - pairs) // block_tokens):
+        of_page = tokens[number * block_tokens : (number + 1) * block_tokens + pairs]
+        page = array("I", chain.from_iterable(pairwise(of_page)) if pairs else of_page)
         parent = hashlib.sha256(parent + page.tobytes()).digest()
         yield parent[_SHORT_BYTES:] + parent[:_SHORT_BYTES]
         if number % _BLOCKS_BETWEEN_TURNS == _BLOCKS_BETWEEN_TURNS - 1:

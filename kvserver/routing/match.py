@@ -30,7 +30,7 @@ import msgspec
 from msgspec import Meta
 
 from kvserver.kv_events import ReaderConnected
-from kvserver.protocol import SGLANG_HASH, WAIT_SECONDS, Histogram, Label, Name, Text
+from kvserver.protocol import SGLANG_HASHES, SGLANG_PAIRS_HASH, WAIT_SECONDS, Histogram, Label, Name, Text
 from kvserver.protocol.status import EngineStatus, InstanceStatus
 from kvserver.routing.block_hashes import ALGORITHMS, hash_blocks, hash_pages
 from kvserver.routing.prefix_index import KVIndex, Match
@@ -150,7 +150,7 @@ class MatchPages:
         if query.tokens is not None:
             return self._match_tokens(engines, query, query.tokens)
         found: list[tuple[ReaderConnected, Match, int]] = []
-        of_sglang = [engine for engine in engines if engine.scheduler.hash_algorithm == SGLANG_HASH]
+        of_sglang = [engine for engine in engines if engine.scheduler.hash_algorithm in SGLANG_HASHES]
         others = [engine for engine in engines if engine not in of_sglang]
         for is_sglang, alike in ((False, others), (True, of_sglang)):
             if alike or not (engines or is_sglang):  # without engines, too, a query is checked
@@ -178,9 +178,8 @@ class MatchPages:
         for alike in chains.values():
             with self._hashing:
                 hashes = _hashes(alike[0], query, tokens)
-            blocks = len(tokens) // alike[0].block_tokens
             found += [
-                (engine, match, blocks)
+                (engine, match, len(hashes) // 32)
                 for engine, match in zip(alike, self._index.match(alike, hashes, 32, len(tokens)), strict=True)
             ]
         return self._found(found) | {"skipped": [{"instance_id": name, "reason": why} for name, why in skipped.items()]}
@@ -211,8 +210,8 @@ class MatchPages:
 def unhashable(engine: ReaderConnected, lora: str = "") -> str:
     """Reason why tokens, with that LoRA, cannot be hashed for this engine; "" if they can."""
     scheduler = engine.scheduler
-    if scheduler.hash_algorithm == SGLANG_HASH:
-        return f"{engine.instance_id} serves no LoRA" if lora else ""
+    if scheduler.hash_algorithm in SGLANG_HASHES:
+        return f"{engine.instance_id} hashes the id that SGLang gives a LoRA; send block_hashes" if lora else ""
     if scheduler.hash_algorithm not in ALGORITHMS:
         return f"{engine.instance_id} hashes blocks by {scheduler.hash_algorithm or 'an unknown algorithm'}; send block_hashes"
     if not scheduler.hash_start or engine.block_tokens % scheduler.hash_block_tokens:
@@ -229,9 +228,10 @@ def _chain(engine: ReaderConnected) -> tuple[Any, ...]:
 def _hashes(engine: ReaderConnected, query: _Query, tokens: list[int]) -> bytes:
     """The hashes of the engine's blocks. Each is the last hash among the smaller blocks that the engine hashes."""
     scheduler = engine.scheduler
-    if scheduler.hash_algorithm == SGLANG_HASH:
+    if scheduler.hash_algorithm in SGLANG_HASHES:
+        pairs = scheduler.hash_algorithm == SGLANG_PAIRS_HASH
         try:
-            return b"".join(hash_pages(engine.block_tokens, tokens, query.cache_salt))
+            return b"".join(hash_pages(engine.block_tokens, tokens, query.cache_salt, pairs))
         except OverflowError as error:
             raise BadQuery(400, "bad_query", f"a token id of SGLang has 32 bits: {error}") from None
     lora = (query.lora_name, query.lora_path) if query.lora_name else None

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import json
 import random
+from array import array
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 from conftest import Engines
 from sglang.srt.disaggregation.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, StorageMedium
-from sglang.srt.mem_cache.utils import get_hash_str, hash_str_to_int64, storage_namespace_seed
+from sglang.srt.mem_cache.events import KVCacheEventRecorder
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.utils import (
+    get_hash_str,
+    get_storage_hash_str,
+    hash_str_to_int64,
+    storage_namespace_seed,
+)
 from sglang_engines import PAGE
 from support.daemon import wait_until
 from test_sglang_outputs import Make, Start, cached, wait_for_stores
@@ -40,8 +49,23 @@ def test_a_key_ends_in_the_short_form_of_sglangs_hash() -> None:
 
 
 @pytest.mark.parametrize("salt", [None, "a salt"])
-def test_the_daemon_hashes_tokens_as_sglang_does(salt: str | None) -> None:
-    assert b"".join(hash_pages(PAGE, TOKENS, salt or "")) == packed(hashes_of(TOKENS, salt))
+@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize("length", [4 * PAGE, 4 * PAGE + 1])
+def test_the_daemon_hashes_tokens_as_sglang_does(salt: str | None, pairs: bool, length: int) -> None:
+    key = RadixKey(array("q", TOKENS[:length]), is_bigram=pairs, cache_salt=salt).page_aligned(PAGE)
+    own = list(hash_pages(PAGE, TOKENS[:length], salt or "", pairs))
+    assert b"".join(own) == packed(get_storage_hash_str(key, page_size=PAGE))
+    assert len(own) == (3 if pairs and length == 4 * PAGE else 4)
+
+
+def test_events_of_pages_of_pairs_have_the_hashes_that_the_daemon_computes() -> None:
+    recorder = KVCacheEventRecorder(enabled=True, page_size=PAGE)
+    key = RadixKey(array("q", TOKENS[: 4 * PAGE + 1]), is_bigram=True)
+    recorder.record_store(SimpleNamespace(key=key, parent=None, hash_value=None, event_hash_value=None))
+    batch = decode(msgspec.msgpack.encode(KVEventBatch(ts=1.5, events=recorder.take())), [0])
+    assert batch is not None
+    keys = hash_pages(PAGE, TOKENS[: 4 * PAGE + 1], "", pairs=True)
+    assert batch.changes == [(Change.STORED, 0, b"".join(each[-8:] for each in keys))]
 
 
 def test_events_of_sglangs_are_decoded_with_and_without_lora_name() -> None:

@@ -5,6 +5,7 @@ Pools of states and of DSA compute on GPUs only, so this is how they are tested 
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
 from collections.abc import Callable, Iterator
@@ -151,7 +152,21 @@ def test_a_page_is_not_found_where_the_token_behind_it_differs_if_a_draft_was_co
     assert second.load([*prompt, 2]) == (3 * PAGE, [])
 
 
-def test_kv_of_one_lora_is_not_found_with_another_or_without_one(make: Make) -> None:
+@pytest.mark.parametrize("kind", ["mha", "eagle", "states"])
+def test_routers_find_pages_by_tokens_with_a_draft_and_beside_states(
+    kind: str, make: Make, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a draft SGLang's tree hashes each token with the next one, but not beside states."""
+    if kind == "states":
+        monkeypatch.setattr(trees, "params_of", functools.partial(trees.params_of, is_eagle=True))
+    (engine,) = make(kind, 1)
+    tokens = [*text(4, (kind, "tokens")), 1]
+    engine.compute(tokens)
+    (found,) = daemon.match(model=daemon.status()["instances"][0]["model_name"], tokens=tokens).values()
+    assert (found["blocks"], found["l1"]) == (4, 4)
+
+
+def test_kv_of_one_lora_is_not_found_with_another_or_without_one(make: Make, daemon: Daemon) -> None:
     """SGLang gives each LoRA an id, and a request's id goes into its keys."""
     first, second = make("mha")
     prompt = text(4, "lora")
@@ -162,6 +177,9 @@ def test_kv_of_one_lora_is_not_found_with_another_or_without_one(make: Make) -> 
     assert second.load(prompt, extras[1]) == (0, [])
     assert second.load(prompt, extras[2]) == (0, [])
     assert second.load(prompt, extras[0]) == (len(prompt), [])
+    for extra, pages in zip(extras, (4, 0, 0), strict=True):
+        found = daemon.match(block_hashes=hashes(prompt, extra)).values()
+        assert [one["l1"] for one in found] == [pages, pages], "routers find them by hashes"
 
 
 @pytest.mark.parametrize("kind", ["windows", "states"])

@@ -175,7 +175,7 @@ class Tree:
     # ---- requests -----------------------------------------------------------------------------
 
     def keys(self, tokens: Sequence[int], extra: str | None = None) -> list[str]:
-        return hashes(tokens, extra, drafts=self.params.is_eagle)
+        return hashes(tokens, extra, drafts=self.cache.tree_core.is_eagle)
 
     def compute(self, tokens: Sequence[int], *, passed: int = 0, extra: str | None = None, seconds: float = 20) -> None:
         """Insert a computed prompt, and wait for its store. The window has passed its first `passed` pages."""

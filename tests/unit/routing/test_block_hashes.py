@@ -53,3 +53,10 @@ def test_pages_of_sglang_are_chained_over_their_tokens_and_end_in_the_short_form
     assert list(hash_pages(32, tokens, "salt")) != list(hash_pages(32, tokens, ""))
     with pytest.raises(OverflowError):
         list(hash_pages(1, [1 << 32], ""))
+
+
+def test_pages_of_pairs_have_the_next_token_behind_each() -> None:
+    words = b"".join(token.to_bytes(4, "little") for token in (1, 2, 2, 3))
+    first = hashlib.sha256(words).digest()
+    assert list(hash_pages(2, [1, 2, 3, 4], "", pairs=True)) == [first[8:] + first[:8]]
+    assert list(hash_pages(2, [], "", pairs=True)) == []

@@ -17,7 +17,7 @@ from msgspec import to_builtins
 from kvserver.config import Settings
 from kvserver.kv_events.types import KeysStored, ReaderConnected, Tier
 from kvserver.observability import Observability
-from kvserver.protocol import SGLANG_HASH, DescribeScheduler
+from kvserver.protocol import SGLANG_HASH, SGLANG_PAIRS_HASH, DescribeScheduler
 from kvserver.protocol.status import DaemonStatus, EngineStatus, InstanceStatus
 from kvserver.routing import MOST_BODY_BYTES, KVIndex, MatchPages
 from kvserver.routing.block_hashes import hash_blocks, hash_pages
@@ -306,13 +306,12 @@ def test_engine_stats_that_cannot_be_read_keep_their_last_values():
 SGLANG_PREFIX = b"g" * 64
 
 
-def with_sglang(pages: Pages) -> list[bytes]:
+def with_sglang(pages: Pages, pairs: bool = False) -> list[bytes]:
     """An SGLang whose pages of 16 tokens are in L1 but for the last; the whole hashes of all as SGLang has them."""
-    scheduler = DescribeScheduler(
-        "sglang", "1", "model", "", hash_algorithm=SGLANG_HASH, hash_block_tokens=16
-    )  # fmt: skip
+    algorithm = SGLANG_PAIRS_HASH if pairs else SGLANG_HASH
+    scheduler = DescribeScheduler("sglang", "1", "model", "", hash_algorithm=algorithm, hash_block_tokens=16)
     pages.index.observe(ReaderConnected(1, 0, scheduler, SGLANG_PREFIX, 1, 16))
-    keys = list(hash_pages(16, TOKENS, ""))
+    keys = list(hash_pages(16, TOKENS, "", pairs))
     pages.index.observe(KeysStored(Tier.L1, SGLANG_PREFIX, keys[:-1]))
     return [key[24:] + key[:24] for key in keys]
 
@@ -349,7 +348,18 @@ def test_tokens_are_hashed_for_each_engine_as_it_hashes(pages: Pages) -> None:
     salted = pages.ask(model="model", tokens=TOKENS, cache_salt="other")
     assert {one["instance_id"]: one["l1"] for one in salted["instances"]} == {"sglang": 0, "engine": 0}
     answer = pages.ask(model="model", tokens=TOKENS, lora_name="a", lora_path="/a")
-    assert answer["skipped"] == [{"instance_id": "sglang", "reason": "sglang serves no LoRA"}]
+    assert answer["skipped"] == [
+        {"instance_id": "sglang", "reason": "sglang hashes the id that SGLang gives a LoRA; send block_hashes"}
+    ]
+
+
+def test_pages_of_sglang_that_hash_each_token_with_the_next_are_found_by_tokens_and_by_hashes(pages: Pages) -> None:
+    whole = with_sglang(pages, pairs=True)
+    for query in ({"tokens": TOKENS}, {"block_hashes": [signed(one) for one in whole]}):
+        (found,) = pages.ask(model="model", **query)["instances"]
+        assert (found["blocks"], found["l1"]) == (12, 11)
+    (found,) = pages.ask(model="model", tokens=TOKENS[:48])["instances"]
+    assert (found["blocks"], found["l1"]) == (2, 2), "the third page depends on the token behind it"
 
 
 def test_answers_keep_their_order_where_engines_of_both_kinds_are_asked(pages: Pages) -> None:
