@@ -79,6 +79,7 @@ class Cache:
         plans = StorePlans(space)
         self.plan_store, self.extend_plan, self.finish_store = plans.plan_store, plans.extend_plan, plans.finish_store
         self.has_objects, self.drop_objects = plans.has_objects, plans.drop_objects
+        self.share_before = plans.share_before
         self.drop_incomplete = plans.drop_incomplete
 
     # ---- lookup and leases --------------------------------------------------------------------

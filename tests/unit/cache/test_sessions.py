@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.properties import Dice, examples, walks
 
-from kvserver.cache import POLICIES, Cache, PagePool, SessionKey, one_group
+from kvserver.cache import POLICIES, SUPERSEDED_AFTER, Cache, Groups, PagePool, SessionKey, one_group
 from kvserver.cache.sessions import RECORD_BYTES
+from kvserver.protocol import ObjectGroup
 
 PAGE = 4096
 NAMESPACE = b"n" * 32
@@ -200,6 +201,70 @@ def test_a_store_of_a_deleted_session_is_superseded_at_once() -> None:
     world.store((1, 2), world.keys((1, 2)), 1, 2, key("a"))
     world.request((3,) * 10, None)
     assert world.counts == {"superseded": 5}
+
+
+FULL, WINDOW = ObjectGroup("full", (0,), 16), ObjectGroup("window", (1,), 16, tokens=64)
+REPLICATED = ObjectGroup("full", (0,), 16, replicated=True)
+LAYOUTS = {
+    "one group": ([FULL], 1, [0]),
+    "two ranks": ([FULL], 2, [0]),
+    "ranks take turns": ([REPLICATED], 2, [0]),
+    "window last": ([FULL, WINDOW], 1, [0, 1]),
+    "window first": ([FULL, WINDOW], 1, [1, 0]),
+    "window first, two ranks": ([FULL, WINDOW], 2, [1, 0]),
+    "window first, ranks take turns": ([REPLICATED, WINDOW], 2, [1, 0]),
+    "two full groups, one in turns": ([REPLICATED, FULL], 2, [0, 1]),
+    "two full groups, the other first": ([REPLICATED, FULL], 2, [1, 0]),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_live_conversation_of_any_layout_is_never_superseded(layout: str) -> None:
+    groups, ranks, order = LAYOUTS[layout]
+    cache, made_of = Cache(PagePool(4000 * PAGE, PAGE), POLICIES["slru"]()), Groups(groups, ranks, 16)
+    chunks = [number.to_bytes(32, "big") for number in range(3 * (SUPERSEDED_AFTER + 8))]
+    for first in range(0, len(chunks), 3):
+        cache.lookup(NAMESPACE, b"".join(chunks[: first + 3]), ("e", "r"), 1e9, key("a"))
+        for group in order:
+            for rank in range(ranks):
+                places, slot = range(3), made_of.first[group] + rank
+                if groups[group].replicated:
+                    places, slot = range((rank - first) % ranks, 3, ranks), made_of.first[group]
+                plan = cache.plan_store(
+                    NAMESPACE, made_of, b"".join(chunks[first + place] for place in places), PAGE,
+                    group=group, slots=range(slot, slot + 1), places=places, session=key("a"),
+                    behind=chunks[first - 1] if first else b"",
+                )  # fmt: skip
+                cache.finish_store(plan, copied=True)
+        cache.end_lease(("e", "r"))
+    assert not cache.sessions.superseded
+    session = cache.sessions.session(key("a"))
+    assert session is not None
+    if REPLICATED not in groups:
+        assert session.chunks == len(chunks), "all are of the session, whichever group's store made them"
+
+
+def test_a_store_of_a_window_that_names_no_session_shares_nothing() -> None:
+    cache, made_of = Cache(PagePool(64 * PAGE, PAGE), POLICIES["slru"]()), Groups([FULL, WINDOW], 1, 16)
+    keys = b"".join(number.to_bytes(32, "big") for number in range(6))
+    for group, user in ((0, key("a")), (1, None)):
+        plan = cache.plan_store(
+            NAMESPACE, made_of, keys, PAGE, group=group, slots=range(group, group + 1), session=user
+        )  # fmt: skip
+        cache.finish_store(plan, copied=True)
+    session = cache.sessions.session(key("a"))
+    assert session is not None
+    assert session.chunks == 6
+
+
+def test_a_store_without_a_session_shares_the_chunks_before_it() -> None:
+    world = World("slru", 200)
+    world.request((1,) * 4, key("a"))
+    world.store((1,) * 6, world.keys((1,) * 6), 4, 6, None)
+    for _ in range(2 * AFTER):
+        world.request((1,) * 6, key("a"))
+    assert not world.cache.sessions.superseded
+    assert world.cache.sessions.session(key("a")).chunks == 0  # type: ignore[union-attr]
 
 
 def test_ends_of_a_session_that_only_stores_name_are_bounded() -> None:
