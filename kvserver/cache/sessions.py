@@ -17,8 +17,8 @@ Owns: sessions, ends, owners, and the order of superseded ends. Refuses to know:
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import NamedTuple
 
@@ -42,7 +42,9 @@ class SessionKey(NamedTuple):
 
 
 class SessionRecord:
-    __slots__ = ("chunks", "deleted", "ends", "key", "last_seconds", "uses")
+    """`counted`: among the bytes of records. A store that is under way may hold one that is not: it was deleted, or is `dropped`."""
+
+    __slots__ = ("chunks", "counted", "deleted", "dropped", "ends", "key", "last_seconds", "uses")
 
     def __init__(self, key: SessionKey) -> None:
         self.key = key
@@ -50,6 +52,8 @@ class SessionRecord:
         self.chunks = 0  # that its ends own
         self.ends: list[PromptEnd] = []  # that are not superseded, the least recently used first
         self.deleted = False
+        self.dropped = False  # it owned nothing and gave way
+        self.counted = False
         self.last_seconds = 0.0
 
 
@@ -126,6 +130,9 @@ class Sessions:
 
     def add(self, session: SessionRecord, chunk: Chunk, before: Chunk | None) -> None:
         """A store of the session made the chunk, which follows `before` in the prompt. Of a deleted session it is superseded at once."""
+        if session.dropped:
+            self.share(before)
+            return
         end = before.session_end if before is not None else None
         if end is not None and not (end.chunk is before and (session.deleted or end in session.ends[-1:])):
             self._use_up_to(session, before)
@@ -242,13 +249,19 @@ class Sessions:
         elif end in session.ends:
             session.ends.remove(end)
         self._record_bytes -= _END_BYTES
-        if session.deleted and not session.chunks and self._deleted.get(session.key) is not session:
-            self._record_bytes -= _bytes_of(session.key)
+        if session.deleted and self._deleted.get(session.key) is not session:
+            self._count_unless_empty(session)
 
     def _forget_deletion(self, key: SessionKey) -> None:
         session = self._deleted.pop(key, None)
-        if session is not None and not session.chunks:
-            self._record_bytes -= _bytes_of(key)
+        if session is not None:
+            self._count_unless_empty(session)
+
+    def _count_unless_empty(self, session: SessionRecord) -> None:
+        """A record that is in no list counts while it owns chunks."""
+        if session.counted != bool(session.chunks):
+            session.counted = not session.counted
+            self._record_bytes += _bytes_of(session.key) if session.counted else -_bytes_of(session.key)
 
     def _supersede(self, end: PromptEnd) -> None:
         end.superseded = True
@@ -263,6 +276,9 @@ class Sessions:
             if len(session.ends) > _ENDS_A_USE * self.superseded_after:  # an engine whose lookups name no session
                 self._supersede(session.ends.pop(0))
         self._record_bytes += _END_BYTES
+        if not session.counted:
+            session.counted = True
+            self._record_bytes += _bytes_of(session.key)
         return end
 
     def _add_session(self, key: SessionKey) -> SessionRecord | None:
@@ -276,13 +292,29 @@ class Sessions:
             if self._fits(_bytes_of(key)):
                 break
             if not self._sessions[old].chunks:
-                del self._sessions[old]
-                self._record_bytes -= _bytes_of(old)
+                dropped = self._sessions.pop(old)
+                dropped.dropped = True
+                self._count_unless_empty(dropped)
         if not self._fits(_bytes_of(key)):
             return None
         session = self._sessions[key] = SessionRecord(key)
+        session.counted = True
         self._record_bytes += _bytes_of(key)
         return session
+
+    def audit(self, chunks: Iterable[Chunk], all_chunks: bool) -> None:
+        """AssertionError names what does not balance. `chunks`: of L1; `all_chunks`: no other is left, cleared but read."""
+        owned = Counter(chunk.session_end for chunk in chunks if chunk.session_end is not None)
+        live = [end for session in self._sessions.values() for end in session.ends]
+        ends = {*owned, *live, *self.superseded}
+        records = {*self._sessions.values(), *self._deleted.values(), *(end.session for end in ends)}
+        counted = len(ends) * _END_BYTES + sum(_bytes_of(session.key) for session in records)
+        assert counted <= self._record_bytes, f"records of {counted} bytes, {self._record_bytes} counted"
+        assert all(owned[end] <= end.chunks for end in ends), "an end counts fewer chunks than it owns"
+        assert all(end.superseded for end in ends - set(live)), "an end that is not superseded is in no list"
+        if all_chunks:
+            assert counted == self._record_bytes, f"records of {counted} bytes, {self._record_bytes} counted"
+            assert all(owned[end] == end.chunks for end in ends), "an end counts more chunks than it owns"
 
     def _fits(self, more: int) -> bool:
         return self._record_bytes + more <= RECORD_BYTES * max(self._chunk_count(), _LEAST_CHUNKS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import tracemalloc
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from support.properties import Dice, examples, walks
 
 from kvserver.cache import POLICIES, SUPERSEDED_AFTER, Cache, Groups, PagePool, SessionKey, one_group
+from kvserver.cache import sessions as sessions_module
 from kvserver.cache.sessions import RECORD_BYTES
 from kvserver.protocol import ObjectGroup
 
@@ -300,6 +302,47 @@ def test_records_of_many_short_sessions_use_at_most_24_bytes_a_chunk() -> None:
     used = sum(statistic.size for statistic in records.statistics("filename"))
     assert 0 < used <= cache.sessions.record_bytes <= RECORD_BYTES * chunks
     assert RECORD_BYTES + 2 * 8 <= 24, "and two references of each chunk"
+
+
+def finish_after(cache: Cache, meanwhile: Callable[[], None]) -> None:
+    """Plan a store of a session, finish it after what happens meanwhile, and end all chunks."""
+    keys = b"".join(number.to_bytes(32, "big") for number in range(4))
+    cache.lookup(NAMESPACE, keys, ("e", "r"), 1e9, key("a"))
+    plan = cache.plan_store(NAMESPACE, one_group(1), keys, PAGE, session=key("a"), steps=0)
+    meanwhile()
+    cache.extend_plan(plan, 1000)
+    cache.finish_store(plan, copied=True)
+    cache.audit()
+    cache.clear_namespaces()
+    while cache.step():
+        pass
+    cache.audit()
+
+
+def test_a_record_that_an_open_store_holds_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions_module, "_MOST_DELETED", 2)
+    cache = Cache(PagePool(64 * PAGE, PAGE), POLICIES["slru"]())
+
+    def delete_and_forget() -> None:
+        for name in "abcd":
+            cache.lookup(NAMESPACE, b"x" * 32, ("e", "other"), 1e9, key(name))
+            cache.sessions.delete(cache.sessions.session(key(name)))  # type: ignore[arg-type]
+
+    for _ in range(3):
+        finish_after(cache, delete_and_forget)
+
+
+def test_chunks_of_an_open_store_whose_session_gave_way_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions_module, "_LEAST_CHUNKS", 250)
+    cache = Cache(PagePool(64 * PAGE, PAGE), POLICIES["slru"]())
+
+    def crowd_out() -> None:
+        for number in range(9):
+            cache.lookup(NAMESPACE, b"x" * 32, ("e", "other"), 1e9, key(f"{number}"))
+        assert cache.sessions.session(key("a")) is None
+
+    for _ in range(3):
+        finish_after(cache, crowd_out)
 
 
 @given(st.integers(1, 40))
