@@ -103,7 +103,7 @@ class Cache:
         namespace = self.index.find_namespace(namespace_id)
         leased, hits, full_chunks = _lease(namespace, keys) if namespace is not None else ([], 0, 0)
         if session is not None:
-            self.sessions.use(session, leased[-1] if leased else None, now)
+            self.sessions.use(session, leased[-1] if leased else None, now, owner)
         elif leased and leased[-1].session_end is not None and shares:
             self.sessions.share(leased[-1])
         self.leases.end(owner)
@@ -184,7 +184,9 @@ class Cache:
         return self.index.namespace_with(key, _NAMESPACES_SEARCHED)
 
     def end_lease(self, owner: Owner) -> None:
+        """The request ended."""
         self.leases.end(owner)
+        self.sessions.end_request(owner)
 
     def expire_leases(self, now: float) -> None:
         """Leases whose deadline has passed count as ended; step() ends them."""
@@ -193,6 +195,7 @@ class Cache:
     def end_leases_of(self, instance_id: str) -> None:
         """All of the instance's leases count as ended; step() ends them."""
         self.leases.end_of_instance(instance_id)
+        self.sessions.end_requests_of(instance_id)
 
     @property
     def lease_count(self) -> int:

@@ -183,6 +183,51 @@ def test_a_session_of_another_salt_with_the_same_id_supersedes_nothing() -> None
     assert world.evicted == [(2, 2)], "the other salt's own"
 
 
+@pytest.mark.parametrize("found", [True, False])
+def test_a_lookup_that_is_renewed_counts_once(found: bool) -> None:
+    world = World("slru", 40)
+    world.request((1, 1), key("a"))
+    world.request((2, 2), key("a"))
+    keys = world.keys((2, 2) if found else (3, 3))
+    for turn in range(2 * AFTER):
+        world.cache.lookup(NAMESPACE, keys, ("e", "waiting"), 1e9 + turn, key("a"))
+    session = world.cache.sessions.session(key("a"))
+    assert session is not None
+    assert (session.uses, len(session.ends)) == (3, 2)
+    assert not world.cache.sessions.superseded
+    for _ in range(2 * AFTER):
+        world.cache.end_lease(("e", "waiting"))
+        world.cache.lookup(NAMESPACE, keys, ("e", "waiting"), 1e9, key("a"))
+    assert session.uses == 3 + 2 * AFTER, "the engine uses the id of an ended request again"
+
+
+def test_a_renewed_lookup_does_not_revive_a_deleted_session_and_a_new_one_does() -> None:
+    world = World("slru", 40)
+    world.request((1, 1), key("a"))
+    world.cache.lookup(NAMESPACE, world.keys((1, 1)), ("e", "waiting"), 1e9, key("a"))
+    world.delete(key("a"))
+    world.cache.lookup(NAMESPACE, world.keys((1, 1)), ("e", "waiting"), 1e9, key("a"))
+    assert world.cache.sessions.session(key("a")) is None
+    assert len(world.cache.sessions.superseded) == 1
+    world.cache.end_leases_of("e")
+    world.cache.lookup(NAMESPACE, world.keys((1, 1)), ("e", "waiting"), 1e9, key("a"))
+    assert world.cache.sessions.session(key("a")) is not None, "the engine began anew"
+    while world.cache.step():
+        pass
+    world.cache.audit()
+
+
+def test_records_of_requests_are_bounded_and_end_with_them() -> None:
+    world = World("slru", 40)
+    for number in range(3000):
+        world.cache.lookup(NAMESPACE, world.keys((1,)), ("e", f"{number}" * 60), 1e9, key("a"))
+    assert 0 < world.cache.sessions.record_bytes <= RECORD_BYTES * 8192
+    for number in range(3000):
+        world.cache.end_lease(("e", f"{number}" * 60))
+    world.cache.sessions.delete(world.cache.sessions.session(key("a")))  # type: ignore[arg-type]
+    assert world.cache.sessions.record_bytes <= 1024, "of the deletion itself"
+
+
 def test_a_store_that_ends_after_its_session_was_deleted_does_not_revive_it() -> None:
     world = World("slru", 12)
     world.request((1, 1), key("a"))
@@ -338,7 +383,8 @@ def test_chunks_of_an_open_store_whose_session_gave_way_are_shared(monkeypatch: 
 
     def crowd_out() -> None:
         for number in range(9):
-            cache.lookup(NAMESPACE, b"x" * 32, ("e", "other"), 1e9, key(f"{number}"))
+            cache.lookup(NAMESPACE, b"x" * 32, ("e", f"{number}"), 1e9, key(f"{number}"))
+            cache.end_lease(("e", f"{number}"))
         assert cache.sessions.session(key("a")) is None
 
     for _ in range(3):
