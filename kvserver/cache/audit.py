@@ -44,6 +44,7 @@ def audit(space: Space) -> None:
     in_leases = sum(not chunk.detached for lease in all_leases for chunk in lease.chunks)
     assert leases == in_leases, f"chunks count {leases} leases, leases hold {in_leases} chunks"
     assert pins <= space.pins, f"chunks count {pins} pins, open plans {space.pins}"
+    space.sessions.audit(space.index, all_chunks=space.pins == 0)
     if space.pins == 0:
         assert all(pages[model] == model.pages for model in models.values()), "pages of a model are counted wrongly"
         assert pages.total() == used, f"chunks have {pages.total()} pages, {used} are used"

@@ -79,6 +79,7 @@ class Cache:
         plans = StorePlans(space)
         self.plan_store, self.extend_plan, self.finish_store = plans.plan_store, plans.extend_plan, plans.finish_store
         self.has_objects, self.drop_objects = plans.has_objects, plans.drop_objects
+        self.share_before = plans.share_before
         self.drop_incomplete = plans.drop_incomplete
 
     # ---- lookup and leases --------------------------------------------------------------------
@@ -102,7 +103,7 @@ class Cache:
         namespace = self.index.find_namespace(namespace_id)
         leased, hits, full_chunks = _lease(namespace, keys) if namespace is not None else ([], 0, 0)
         if session is not None:
-            self.sessions.use(session, leased[-1] if leased else None, now)
+            self.sessions.use(session, leased[-1] if leased else None, now, owner)
         elif leased and leased[-1].session_end is not None and shares:
             self.sessions.share(leased[-1])
         self.leases.end(owner)
@@ -183,7 +184,9 @@ class Cache:
         return self.index.namespace_with(key, _NAMESPACES_SEARCHED)
 
     def end_lease(self, owner: Owner) -> None:
+        """The request ended."""
         self.leases.end(owner)
+        self.sessions.end_request(owner)
 
     def expire_leases(self, now: float) -> None:
         """Leases whose deadline has passed count as ended; step() ends them."""
@@ -192,6 +195,7 @@ class Cache:
     def end_leases_of(self, instance_id: str) -> None:
         """All of the instance's leases count as ended; step() ends them."""
         self.leases.end_of_instance(instance_id)
+        self.sessions.end_requests_of(instance_id)
 
     @property
     def lease_count(self) -> int:

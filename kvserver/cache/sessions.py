@@ -17,18 +17,20 @@ Owns: sessions, ends, owners, and the order of superseded ends. Refuses to know:
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import NamedTuple
 
 from kvserver.cache.chunk import Chunk
+from kvserver.cache.leases import Owner
 
 SUPERSEDED_AFTER = 32  # uses of a session: parents wait for up to 30 turns of subagents
 RECORD_BYTES = 8  # for each chunk in L1, of all sessions and ends together
 _SESSION_BYTES, _END_BYTES = 720, 260  # at most; an id counts in addition
 _LEAST_CHUNKS = 8192  # a smaller L1 has the records of so many chunks: 64 KiB
 _MOST_DELETED = 1024
+_MOST_REQUESTS, _REQUEST_BYTES = 1024, 420
 _ENDS_A_USE = 2  # at most: where the prompt was found up to, and what was stored of it
 _MOST_TRIED = 4  # superseded ends that one pop() looks at, and empty sessions that one new session replaces
 
@@ -42,7 +44,9 @@ class SessionKey(NamedTuple):
 
 
 class SessionRecord:
-    __slots__ = ("chunks", "deleted", "ends", "key", "last_seconds", "uses")
+    """`counted`: among the bytes of records. A store that is under way may hold one that is not: it was deleted, or is `dropped`."""
+
+    __slots__ = ("chunks", "counted", "deleted", "dropped", "ends", "key", "last_seconds", "uses")
 
     def __init__(self, key: SessionKey) -> None:
         self.key = key
@@ -50,6 +54,8 @@ class SessionRecord:
         self.chunks = 0  # that its ends own
         self.ends: list[PromptEnd] = []  # that are not superseded, the least recently used first
         self.deleted = False
+        self.dropped = False  # it owned nothing and gave way
+        self.counted = False
         self.last_seconds = 0.0
 
 
@@ -75,6 +81,7 @@ class Sessions:
         self._sessions: OrderedDict[SessionKey, SessionRecord] = OrderedDict()  # the least recently used first
         self.superseded: OrderedDict[PromptEnd, None] = OrderedDict()
         self._deleted: OrderedDict[SessionKey, SessionRecord] = OrderedDict()  # and not looked up again
+        self._requests: OrderedDict[Owner, int] = OrderedDict()  # that were counted, with the hash of the session's key
         self._record_bytes = 0
 
     def __len__(self) -> int:
@@ -94,13 +101,21 @@ class Sessions:
 
     # ---- uses -----------------------------------------------------------------------------------
 
-    def use(self, key: SessionKey, found: Chunk | None, now: float) -> None:
-        """Count a prompt of the session, which found chunks up to `found`."""
+    def use(self, key: SessionKey, found: Chunk | None, now: float, owner: Owner) -> None:
+        """Count a prompt of the session, which found chunks up to `found`. One lookup of a request counts: the others are renewals."""
+        if self._requests.get(owner) == hash(key):
+            renewed = self._sessions.get(key) or self._deleted.get(key)
+            if renewed is None:
+                self.share(found)
+            else:
+                self._use_up_to(renewed, found)
+            return
         session = self._sessions.get(key) or self._add_session(key)
         if session is None:
             self.share(found)
             return
         self._sessions.move_to_end(key)
+        self._add_request(owner, key)
         session.uses += 1
         session.last_seconds = now
         ends = session.ends
@@ -112,6 +127,14 @@ class Sessions:
                 self._use_up_to(session, found)
         while ends and session.uses - ends[0].last_use >= self.superseded_after:
             self._supersede(ends.pop(0))
+
+    def end_request(self, owner: Owner) -> None:
+        if self._requests.pop(owner, None) is not None:
+            self._record_bytes -= _bytes_of_request(owner)
+
+    def end_requests_of(self, instance_id: str) -> None:
+        for owner in [owner for owner in self._requests if owner[0] == instance_id]:
+            self.end_request(owner)
 
     def share(self, found: Chunk | None) -> None:
         """A request without a session used the chunks up to `found`: they are shared for good."""
@@ -126,6 +149,9 @@ class Sessions:
 
     def add(self, session: SessionRecord, chunk: Chunk, before: Chunk | None) -> None:
         """A store of the session made the chunk, which follows `before` in the prompt. Of a deleted session it is superseded at once."""
+        if session.dropped:
+            self.share(before)
+            return
         end = before.session_end if before is not None else None
         if end is not None and not (end.chunk is before and (session.deleted or end in session.ends[-1:])):
             self._use_up_to(session, before)
@@ -242,13 +268,19 @@ class Sessions:
         elif end in session.ends:
             session.ends.remove(end)
         self._record_bytes -= _END_BYTES
-        if session.deleted and not session.chunks and self._deleted.get(session.key) is not session:
-            self._record_bytes -= _bytes_of(session.key)
+        if session.deleted and self._deleted.get(session.key) is not session:
+            self._count_unless_empty(session)
 
     def _forget_deletion(self, key: SessionKey) -> None:
         session = self._deleted.pop(key, None)
-        if session is not None and not session.chunks:
-            self._record_bytes -= _bytes_of(key)
+        if session is not None:
+            self._count_unless_empty(session)
+
+    def _count_unless_empty(self, session: SessionRecord) -> None:
+        """A record that is in no list counts while it owns chunks."""
+        if session.counted != bool(session.chunks):
+            session.counted = not session.counted
+            self._record_bytes += _bytes_of(session.key) if session.counted else -_bytes_of(session.key)
 
     def _supersede(self, end: PromptEnd) -> None:
         end.superseded = True
@@ -263,7 +295,20 @@ class Sessions:
             if len(session.ends) > _ENDS_A_USE * self.superseded_after:  # an engine whose lookups name no session
                 self._supersede(session.ends.pop(0))
         self._record_bytes += _END_BYTES
+        if not session.counted:
+            session.counted = True
+            self._record_bytes += _bytes_of(session.key)
         return end
+
+    def _add_request(self, owner: Owner, key: SessionKey) -> None:
+        """Remember the request. The oldest make room, and count anew with each renewal."""
+        self.end_request(owner)
+        more = _bytes_of_request(owner)
+        while self._requests and (len(self._requests) >= _MOST_REQUESTS or not self._fits(more)):
+            self.end_request(next(iter(self._requests)))
+        if self._fits(more):
+            self._requests[owner] = hash(key)
+            self._record_bytes += more
 
     def _add_session(self, key: SessionKey) -> SessionRecord | None:
         """A new session; None if it does not fit. Sessions that own nothing give way, the least recently used first."""
@@ -276,13 +321,30 @@ class Sessions:
             if self._fits(_bytes_of(key)):
                 break
             if not self._sessions[old].chunks:
-                del self._sessions[old]
-                self._record_bytes -= _bytes_of(old)
+                dropped = self._sessions.pop(old)
+                dropped.dropped = True
+                self._count_unless_empty(dropped)
         if not self._fits(_bytes_of(key)):
             return None
         session = self._sessions[key] = SessionRecord(key)
+        session.counted = True
         self._record_bytes += _bytes_of(key)
         return session
+
+    def audit(self, chunks: Iterable[Chunk], all_chunks: bool) -> None:
+        """AssertionError names what does not balance. `chunks`: of L1; `all_chunks`: no other is left, cleared but read."""
+        owned = Counter(chunk.session_end for chunk in chunks if chunk.session_end is not None)
+        live = [end for session in self._sessions.values() for end in session.ends]
+        ends = {*owned, *live, *self.superseded}
+        records = {*self._sessions.values(), *self._deleted.values(), *(end.session for end in ends)}
+        counted = len(ends) * _END_BYTES + sum(_bytes_of(session.key) for session in records)
+        counted += sum(map(_bytes_of_request, self._requests))
+        assert counted <= self._record_bytes, f"records of {counted} bytes, {self._record_bytes} counted"
+        assert all(owned[end] <= end.chunks for end in ends), "an end counts fewer chunks than it owns"
+        assert all(end.superseded for end in ends - set(live)), "an end that is not superseded is in no list"
+        if all_chunks:
+            assert counted == self._record_bytes, f"records of {counted} bytes, {self._record_bytes} counted"
+            assert all(owned[end] == end.chunks for end in ends), "an end counts more chunks than it owns"
 
     def _fits(self, more: int) -> bool:
         return self._record_bytes + more <= RECORD_BYTES * max(self._chunk_count(), _LEAST_CHUNKS)
@@ -290,3 +352,7 @@ class Sessions:
 
 def _bytes_of(key: SessionKey) -> int:
     return _SESSION_BYTES + 4 * len(key.id)  # a character has up to four bytes
+
+
+def _bytes_of_request(owner: Owner) -> int:
+    return _REQUEST_BYTES + 4 * (len(owner[0]) + len(owner[1]))

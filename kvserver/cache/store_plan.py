@@ -45,4 +45,4 @@ class StorePlan:
     durability: Durability = Durability.PROCESS  # who can find later what is stored
     session: SessionRecord | None = None  # of the new chunks; None: they are shared
     shares: bool = False  # the chunks that it found are shared from now on
-    behind: bytes = b""  # the key of the chunk before the first key, if `session` and there is one
+    behind: bytes = b""  # the key of the chunk before the first key, of a full group, if there is one

@@ -49,8 +49,9 @@ class StorePlans:
         - `after`: of a tail, (namespace id, key) of the chunk before it.
         - `slots`: the numbers of one rank's slot in each chunk, or of all ranks' slots.
         - `places`: the places of the keys among those that all ranks store together, if not from 0 on.
-        - `session`: of the request. Its new chunks follow the chunk `behind`, or begin a prompt. Without one the chunks that are found
-          are shared for good; not so of a fill, whose lookup was counted: `shares` is False.
+        - `session`: of the request. Its new chunks follow the chunk `behind`, or begin a prompt. Without one, and where ranks take
+          turns (the chunk before each is another rank's), new chunks are shared for good, and those that are found, and `behind`.
+          Not so of a fill, whose lookup was counted: `shares` is False, and it calls share_before().
 
         Objects that are resident or that another store fills are skipped (duplicate stores merge). `no_space` counts the first
         object that cannot fit, and all objects after it. An object cannot fit if no further chunk may be evicted, or if L1 is too
@@ -72,9 +73,11 @@ class StorePlans:
             complete=False, after=after, durability=durability,
         )  # fmt: skip
         plan.no_space = count - fitting
-        if session is not None and groups.full >> group & 1:
-            plan.session, plan.behind = self._space.sessions.begin_store(session), behind
-        plan.shares = shares and plan.session is None
+        if groups.full >> group & 1:  # a chunk is found, and of a session, once a store of a full group made its object
+            plan.behind = behind
+            if session is not None and places.step == 1 and not self._space.pool.withheld_pages:
+                plan.session = self._space.sessions.begin_store(session)
+            plan.shares = shares and plan.session is None
         plan.found = [chunk for chunk in self._space.index.find_chunks(namespace_id, plan.keys) if chunk is not None]
         self._space.pin_chunks(plan.found)
         self.extend_plan(plan, steps)
@@ -96,6 +99,10 @@ class StorePlans:
             chunk = namespace.chunks.get(key)
             if chunk is not None and any(map(chunk.has_slot, plan.slots)):
                 plan.steps -= 1
+                if (
+                    plan.shares and chunk.session_end is not None
+                ):  # it was added after planning began, then `found` lacks it
+                    self._space.sessions.share(chunk)
                 plan.prefix.append(chunk)
                 plan.skipped += 1
                 continue
@@ -110,14 +117,14 @@ class StorePlans:
                     return
                 plan.no_space += len(plan.keys) // KEY_BYTES - position
                 break
+            is_new = chunk is None
             if chunk is None:
                 chunk = self._space.index.add_chunk(namespace, key)
                 chunk.pins += 1
-                if plan.session is not None:
-                    before = (
-                        plan.prefix[-1] if plan.prefix else namespace.chunks.get(plan.behind) if plan.behind else None
-                    )
-                    self._space.sessions.add(plan.session, chunk, before)
+            if plan.session is not None and (is_new or not (chunk.session_end or _has_full_object(chunk))):
+                before = plan.prefix[-1] if plan.prefix else namespace.chunks.get(plan.behind) if plan.behind else None
+                self._space.sessions.add(plan.session, chunk, before)
+            if is_new:
                 plan.returning = plan.returning and (namespace.id, key) in self._space.evicted_keys
                 if plan.returning:
                     self._space.policy.use([chunk])
@@ -158,6 +165,11 @@ class StorePlans:
         self._space.free_or_track(*reversed(plan.prefix), before=self._chunk_before(plan))
         return len(plan.ready)
 
+    def share_before(self, namespace_id: bytes, keys: bytes) -> None:
+        """New chunks of no session follow these: they are shared for good, or they would be superseded while they are used."""
+        for chunk in self._space.index.find_chunks(namespace_id, keys):
+            self._space.sessions.share(chunk)
+
     def has_objects(self, namespace_id: bytes, group: int, keys: bytes) -> bool:
         """True if the group's objects of all keys are READY."""
         namespace = self._space.index.find_namespace(namespace_id)
@@ -197,6 +209,8 @@ class StorePlans:
         plan.complete = True
         if plan.shares and plan.found and plan.found[-1].session_end is not None:
             self._space.sessions.share(plan.found[-1])
+        if plan.shares and plan.behind and plan.chunks and self._space.sessions.record_bytes:
+            self.share_before(plan.namespace_id, plan.behind)
         for chunk in plan.found:
             chunk.pins -= 1
         self._space.pins -= len(plan.found)
@@ -206,3 +220,14 @@ class StorePlans:
         """The chunk that the plan's blocks follow, which is useful without them."""
         namespace = self._space.index.find_namespace(plan.after[0]) if plan.after is not None else None
         return namespace.chunks.get(plan.after[1]) if namespace is not None and plan.after is not None else None
+
+
+def _has_full_object(chunk: Chunk) -> bool:
+    """True if a store of a full group has a slot of it. Else a window's or state's made it, and no lookup has found it yet."""
+    groups = chunk.namespace.groups
+    return any(
+        chunk.has_slot(number)
+        for group, first in enumerate(groups.first)
+        if groups.full >> group & 1
+        for number in range(first, first + groups.slots[group])
+    )

@@ -9,6 +9,7 @@ Owns: the typed events, the description of a chunk, the observer's interface. Re
 from __future__ import annotations
 
 import enum
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
@@ -51,7 +52,8 @@ class Description(msgspec.Struct, frozen=True, gc=False):
     @property
     def size(self) -> int:
         """Bytes of memory, approximately: the contents and the Python objects."""
-        return 320 + len(self.hashes) + len(self.parent) + len(self.tokens) + len(self.extra_keys)
+        session = sys.getsizeof(self.session_id) if self.session_id else 0  # each counts it, although they may share it
+        return 320 + len(self.hashes) + len(self.parent) + len(self.tokens) + len(self.extra_keys) + session
 
 
 class CoarseDescription(Description, frozen=True, gc=False, kw_only=True):

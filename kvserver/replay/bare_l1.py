@@ -54,13 +54,21 @@ class BareL1:
         session = SessionKey(_NAMESPACE, b"", session_id) if session_id else None
         found = self._lookup(keys, now, session)
         if l2 is not None and (more := len(l2.find(keys[found * KEY_BYTES :]))):
-            filled, _ = self.store(keys[: (found + more) * KEY_BYTES], session)
+            filled = self._fill(keys[: (found + more) * KEY_BYTES], found)
             found = cache.lookup(_NAMESPACE, keys, _OWNER, now + _LEASE_SECONDS, shares=False).hit_chunks
         if found:
             cache.finish_load(cache.plan_load(_NAMESPACE, keys[: found * KEY_BYTES]), copied=True)
         _, resident = self.store(keys, session)
         cache.end_lease(_OWNER)
         return Served(found - filled, filled, resident)
+
+    def _fill(self, keys: bytes, found: int) -> int:
+        """Store the blocks behind those that were found, as the daemon's fills do: they are of no session. Returns how many."""
+        cache = self._cache
+        plan = cache.plan_store(_NAMESPACE, self._groups, keys, _PAGE_BYTES, shares=False)
+        if found and plan.chunks:
+            cache.share_before(_NAMESPACE, keys[(found - 1) * KEY_BYTES : found * KEY_BYTES])
+        return cache.finish_store(plan, copied=True)
 
     def _lookup(self, keys: bytes, now: float, session: SessionKey | None) -> int:
         return self._cache.lookup(_NAMESPACE, keys, _OWNER, now + _LEASE_SECONDS, session, now=now).hit_chunks

@@ -5,7 +5,7 @@ Fields of a line; others are ignored:
 - `hash_ids`: an id for each block of the prompt. Equal ids are equal prefixes up to there.
 - `chunk_tokens` (kvserver's recordings): the tokens of a block.
 - `lost` (kvserver's recordings): the number of requests that are missing before the line.
-- `session_id`: the session of the request; "" or absent: the request has none.
+- `session_id`: the session of the request; "", absent or no text: the request has none.
 
 Owns: what a good line is, and the keys that ids become. Refuses to know: caches.
 """
@@ -20,6 +20,7 @@ from msgspec import Meta
 
 from kvserver.protocol import KEY_BYTES, ConfigError
 
+_text = msgspec.json.Decoder(str)
 _Count = Annotated[int, Meta(ge=0)]
 
 
@@ -34,7 +35,7 @@ class _Line(msgspec.Struct):
     hash_ids: list[_Count]
     lost: _Count = 0
     chunk_tokens: _Count = 0
-    session_id: str = ""
+    session_id: msgspec.Raw = msgspec.Raw(b'""')
 
 
 class TracePrompt(NamedTuple):
@@ -73,13 +74,14 @@ def read_trace(lines: Iterable[bytes], name: str, progress: Callable[[int], None
             continue
         try:
             line = decoder.decode(text)
+            session = _text.decode(line.session_id) if bytes(line.session_id).startswith(b'"') else ""
             keys = b"".join([id.to_bytes(KEY_BYTES, "little") for id in line.hash_ids])
         except (msgspec.DecodeError, OverflowError, UnicodeDecodeError) as error:
             raise TraceError(f"{name}, line {number}: {error}") from None
         if not requests:
             first = line.timestamp
         now = max(now, line.timestamp - first)
-        requests.append(TracePrompt(now / 1000, keys, line.input_length, line.session_id))
+        requests.append(TracePrompt(now / 1000, keys, line.input_length, session))
         if line.hash_ids:
             block_tokens = max(block_tokens, line.chunk_tokens or -(-line.input_length // len(line.hash_ids)))
         distinct.update(line.hash_ids)

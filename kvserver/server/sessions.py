@@ -30,13 +30,13 @@ class SessionReport(Struct, frozen=True, kw_only=True):
     salt_digest: str  # "" of requests without a cache salt
     ends: int  # that are not superseded
     tokens: int
-    bytes: int  # as if all chunks were as large as the last one
+    bytes: int  # as if all chunks were as large as the last one, or as the model's are in the mean where all ends are superseded
     tiers: list[str]
     last_use_seconds: float  # ago; 0 if only stores named the session
 
 
 class SessionsReport(Struct, frozen=True):
-    """Sessions that have chunks, the largest and latest first. `left_out`: how many more there are, or may be."""
+    """Sessions that have the most chunks, the largest and latest first. `left_out`: how many more there are, or may be."""
 
     sessions: list[SessionReport]
     left_out: int
@@ -60,9 +60,10 @@ class SessionReports:
     def all(self) -> SessionsReport:
         sessions, models, now = self._upkeep.cache.sessions, self._models(), self._upkeep.clock()
         examined = [one for one in islice(sessions, _MOST_EXAMINED) if one.chunks]
-        found = [self._report(one, models, now) for one in examined]
-        chosen = nlargest(MOST_SESSIONS, found, key=lambda one: (one.tokens, -one.last_use_seconds))
-        return SessionsReport(chosen, len(found) - len(chosen) + max(0, len(sessions) - _MOST_EXAMINED))
+        largest = nlargest(MOST_SESSIONS, examined, key=lambda one: (one.chunks, one.last_seconds))
+        chosen = [self._report(one, models, now) for one in largest]
+        chosen.sort(key=lambda one: (-one.tokens, one.last_use_seconds))
+        return SessionsReport(chosen, len(examined) - len(chosen) + max(0, len(sessions) - _MOST_EXAMINED))
 
     def delete(self, session_id: str, model_name: str, cache_salt: str) -> DeletedSession:
         """Supersede all of the sessions of this name and salt, in the namespaces of the model, or in all."""
@@ -92,14 +93,18 @@ class SessionReports:
     def _report(self, session: SessionRecord, models: dict[bytes, str], now: float) -> SessionReport:
         namespace = self._upkeep.cache.index.find_namespace(session.key.namespace)
         last = next((end.chunk for end in reversed(session.ends) if end.chunk is not None), None)
+        tokens, pages = 0, 0.0
+        if namespace is not None:
+            tokens, model = session.chunks * namespace.groups.chunk_tokens, namespace.model
+            pages = session.chunks * (last.page_count if last is not None else model.pages / max(1, model.chunks))
         return SessionReport(
             session_id=session.key.id,
             model_name=models.get(session.key.namespace, ""),
             namespace=session.key.namespace.hex(),
             salt_digest=session.key.salt.hex(),
             ends=len(session.ends),
-            tokens=session.chunks * (namespace.groups.chunk_tokens if namespace is not None else 0),
-            bytes=session.chunks * last.page_count * self._upkeep.cache.pool.page_bytes if last is not None else 0,
+            tokens=tokens,
+            bytes=int(pages * self._upkeep.cache.pool.page_bytes),
             tiers=["l1"] if session.chunks else [],
             last_use_seconds=round(now - session.last_seconds, 3) if session.last_seconds else 0.0,
         )

@@ -204,9 +204,15 @@ class Stores:
                 hashed_tokens,
                 contents,
                 in_l2,
-                ticket.request.session_id,
+                self._session_id(ticket.request, namespace),
             )
             self.bus.publish(described, size)
+
+    def _session_id(self, request: Store, namespace: bytes) -> str:
+        """The id, which all descriptions of the session's chunks share."""
+        key = _session(request, namespace)
+        session = self.cache.sessions.session(key) if key is not None else None
+        return session.key.id if session is not None else request.session_id
 
     def _publish_ready(self, ticket: StoreTicket) -> None:
         if ready := ticket.plan.ready:

@@ -284,6 +284,8 @@ class _Handler(BaseHTTPRequestHandler):
         allowed = [
             names for method, names in paths.items() if self.path == "*" or f"{method} {self._page_name}" in _PAGES
         ]
+        if self.path == "*" or self.path.startswith(sessions_page.PREFIX):
+            allowed.append("DELETE")
         if not allowed:
             self._send(404, f"no page {self.path}; there are {_LISTED}\n")
             return

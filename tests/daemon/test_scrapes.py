@@ -114,7 +114,13 @@ def test_head_of_a_page_that_does_not_exist_is_404(daemon):
 
 @pytest.mark.parametrize(
     ("path", "allowed"),
-    [("/metrics", "HEAD, GET, OPTIONS"), ("/cache/clear", "POST, OPTIONS"), ("*", "HEAD, GET, POST, OPTIONS")],
+    [
+        ("/metrics", "HEAD, GET, OPTIONS"),
+        ("/cache/clear", "POST, OPTIONS"),
+        ("/sessions", "HEAD, GET, OPTIONS"),
+        ("/sessions/a?model=b", "DELETE, OPTIONS"),
+        ("*", "HEAD, GET, POST, DELETE, OPTIONS"),
+    ],
 )
 def test_options_name_the_methods_of_a_page(daemon, path, allowed):
     with answer(daemon, path, "OPTIONS") as (response, body):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import tracemalloc
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -12,8 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.properties import Dice, examples, walks
 
-from kvserver.cache import POLICIES, Cache, PagePool, SessionKey, one_group
+from kvserver.cache import POLICIES, SUPERSEDED_AFTER, Cache, Groups, PagePool, SessionKey, one_group
+from kvserver.cache import sessions as sessions_module
 from kvserver.cache.sessions import RECORD_BYTES
+from kvserver.protocol import ObjectGroup
 
 PAGE = 4096
 NAMESPACE = b"n" * 32
@@ -180,6 +183,51 @@ def test_a_session_of_another_salt_with_the_same_id_supersedes_nothing() -> None
     assert world.evicted == [(2, 2)], "the other salt's own"
 
 
+@pytest.mark.parametrize("found", [True, False])
+def test_a_lookup_that_is_renewed_counts_once(found: bool) -> None:
+    world = World("slru", 40)
+    world.request((1, 1), key("a"))
+    world.request((2, 2), key("a"))
+    keys = world.keys((2, 2) if found else (3, 3))
+    for turn in range(2 * AFTER):
+        world.cache.lookup(NAMESPACE, keys, ("e", "waiting"), 1e9 + turn, key("a"))
+    session = world.cache.sessions.session(key("a"))
+    assert session is not None
+    assert (session.uses, len(session.ends)) == (3, 2)
+    assert not world.cache.sessions.superseded
+    for _ in range(2 * AFTER):
+        world.cache.end_lease(("e", "waiting"))
+        world.cache.lookup(NAMESPACE, keys, ("e", "waiting"), 1e9, key("a"))
+    assert session.uses == 3 + 2 * AFTER, "the engine uses the id of an ended request again"
+
+
+def test_a_renewed_lookup_does_not_revive_a_deleted_session_and_a_new_one_does() -> None:
+    world = World("slru", 40)
+    world.request((1, 1), key("a"))
+    world.cache.lookup(NAMESPACE, world.keys((1, 1)), ("e", "waiting"), 1e9, key("a"))
+    world.delete(key("a"))
+    world.cache.lookup(NAMESPACE, world.keys((1, 1)), ("e", "waiting"), 1e9, key("a"))
+    assert world.cache.sessions.session(key("a")) is None
+    assert len(world.cache.sessions.superseded) == 1
+    world.cache.end_leases_of("e")
+    world.cache.lookup(NAMESPACE, world.keys((1, 1)), ("e", "waiting"), 1e9, key("a"))
+    assert world.cache.sessions.session(key("a")) is not None, "the engine began anew"
+    while world.cache.step():
+        pass
+    world.cache.audit()
+
+
+def test_records_of_requests_are_bounded_and_end_with_them() -> None:
+    world = World("slru", 40)
+    for number in range(3000):
+        world.cache.lookup(NAMESPACE, world.keys((1,)), ("e", f"{number}" * 60), 1e9, key("a"))
+    assert 0 < world.cache.sessions.record_bytes <= RECORD_BYTES * 8192
+    for number in range(3000):
+        world.cache.end_lease(("e", f"{number}" * 60))
+    world.cache.sessions.delete(world.cache.sessions.session(key("a")))  # type: ignore[arg-type]
+    assert world.cache.sessions.record_bytes <= 1024, "of the deletion itself"
+
+
 def test_a_store_that_ends_after_its_session_was_deleted_does_not_revive_it() -> None:
     world = World("slru", 12)
     world.request((1, 1), key("a"))
@@ -200,6 +248,70 @@ def test_a_store_of_a_deleted_session_is_superseded_at_once() -> None:
     world.store((1, 2), world.keys((1, 2)), 1, 2, key("a"))
     world.request((3,) * 10, None)
     assert world.counts == {"superseded": 5}
+
+
+FULL, WINDOW = ObjectGroup("full", (0,), 16), ObjectGroup("window", (1,), 16, tokens=64)
+REPLICATED = ObjectGroup("full", (0,), 16, replicated=True)
+LAYOUTS = {
+    "one group": ([FULL], 1, [0]),
+    "two ranks": ([FULL], 2, [0]),
+    "ranks take turns": ([REPLICATED], 2, [0]),
+    "window last": ([FULL, WINDOW], 1, [0, 1]),
+    "window first": ([FULL, WINDOW], 1, [1, 0]),
+    "window first, two ranks": ([FULL, WINDOW], 2, [1, 0]),
+    "window first, ranks take turns": ([REPLICATED, WINDOW], 2, [1, 0]),
+    "two full groups, one in turns": ([REPLICATED, FULL], 2, [0, 1]),
+    "two full groups, the other first": ([REPLICATED, FULL], 2, [1, 0]),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_live_conversation_of_any_layout_is_never_superseded(layout: str) -> None:
+    groups, ranks, order = LAYOUTS[layout]
+    cache, made_of = Cache(PagePool(4000 * PAGE, PAGE), POLICIES["slru"]()), Groups(groups, ranks, 16)
+    chunks = [number.to_bytes(32, "big") for number in range(3 * (SUPERSEDED_AFTER + 8))]
+    for first in range(0, len(chunks), 3):
+        cache.lookup(NAMESPACE, b"".join(chunks[: first + 3]), ("e", "r"), 1e9, key("a"))
+        for group in order:
+            for rank in range(ranks):
+                places, slot = range(3), made_of.first[group] + rank
+                if groups[group].replicated:
+                    places, slot = range((rank - first) % ranks, 3, ranks), made_of.first[group]
+                plan = cache.plan_store(
+                    NAMESPACE, made_of, b"".join(chunks[first + place] for place in places), PAGE,
+                    group=group, slots=range(slot, slot + 1), places=places, session=key("a"),
+                    behind=chunks[first - 1] if first else b"",
+                )  # fmt: skip
+                cache.finish_store(plan, copied=True)
+        cache.end_lease(("e", "r"))
+    assert not cache.sessions.superseded
+    session = cache.sessions.session(key("a"))
+    assert session is not None
+    if REPLICATED not in groups:
+        assert session.chunks == len(chunks), "all are of the session, whichever group's store made them"
+
+
+def test_a_store_of_a_window_that_names_no_session_shares_nothing() -> None:
+    cache, made_of = Cache(PagePool(64 * PAGE, PAGE), POLICIES["slru"]()), Groups([FULL, WINDOW], 1, 16)
+    keys = b"".join(number.to_bytes(32, "big") for number in range(6))
+    for group, user in ((0, key("a")), (1, None)):
+        plan = cache.plan_store(
+            NAMESPACE, made_of, keys, PAGE, group=group, slots=range(group, group + 1), session=user
+        )  # fmt: skip
+        cache.finish_store(plan, copied=True)
+    session = cache.sessions.session(key("a"))
+    assert session is not None
+    assert session.chunks == 6
+
+
+def test_a_store_without_a_session_shares_the_chunks_before_it() -> None:
+    world = World("slru", 200)
+    world.request((1,) * 4, key("a"))
+    world.store((1,) * 6, world.keys((1,) * 6), 4, 6, None)
+    for _ in range(2 * AFTER):
+        world.request((1,) * 6, key("a"))
+    assert not world.cache.sessions.superseded
+    assert world.cache.sessions.session(key("a")).chunks == 0  # type: ignore[union-attr]
 
 
 def test_ends_of_a_session_that_only_stores_name_are_bounded() -> None:
@@ -235,6 +347,48 @@ def test_records_of_many_short_sessions_use_at_most_24_bytes_a_chunk() -> None:
     used = sum(statistic.size for statistic in records.statistics("filename"))
     assert 0 < used <= cache.sessions.record_bytes <= RECORD_BYTES * chunks
     assert RECORD_BYTES + 2 * 8 <= 24, "and two references of each chunk"
+
+
+def finish_after(cache: Cache, meanwhile: Callable[[], None]) -> None:
+    """Plan a store of a session, finish it after what happens meanwhile, and end all chunks."""
+    keys = b"".join(number.to_bytes(32, "big") for number in range(4))
+    cache.lookup(NAMESPACE, keys, ("e", "r"), 1e9, key("a"))
+    plan = cache.plan_store(NAMESPACE, one_group(1), keys, PAGE, session=key("a"), steps=0)
+    meanwhile()
+    cache.extend_plan(plan, 1000)
+    cache.finish_store(plan, copied=True)
+    cache.audit()
+    cache.clear_namespaces()
+    while cache.step():
+        pass
+    cache.audit()
+
+
+def test_a_record_that_an_open_store_holds_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions_module, "_MOST_DELETED", 2)
+    cache = Cache(PagePool(64 * PAGE, PAGE), POLICIES["slru"]())
+
+    def delete_and_forget() -> None:
+        for name in "abcd":
+            cache.lookup(NAMESPACE, b"x" * 32, ("e", "other"), 1e9, key(name))
+            cache.sessions.delete(cache.sessions.session(key(name)))  # type: ignore[arg-type]
+
+    for _ in range(3):
+        finish_after(cache, delete_and_forget)
+
+
+def test_chunks_of_an_open_store_whose_session_gave_way_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions_module, "_LEAST_CHUNKS", 250)
+    cache = Cache(PagePool(64 * PAGE, PAGE), POLICIES["slru"]())
+
+    def crowd_out() -> None:
+        for number in range(9):
+            cache.lookup(NAMESPACE, b"x" * 32, ("e", f"{number}"), 1e9, key(f"{number}"))
+            cache.end_lease(("e", f"{number}"))
+        assert cache.sessions.session(key("a")) is None
+
+    for _ in range(3):
+        finish_after(cache, crowd_out)
 
 
 @given(st.integers(1, 40))

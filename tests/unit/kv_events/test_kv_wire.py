@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import msgspec
@@ -69,6 +70,14 @@ def test_a_map_carries_all_that_is_known_of_a_chunk() -> None:
         "kv_cache_spec_kind": "full_attention",
         "locality": "LOCAL",
     }
+
+
+def test_the_memory_of_a_description_includes_the_id_of_its_session() -> None:
+    (description,) = descriptions.describe(Prompt(range(8)).described(b"n" * 32, 0, 1))
+    assert description is not None
+    for session_id in ("a", "agent" * 50, "\U0001f600" * 256):
+        with_session = msgspec.structs.replace(description, session_id=session_id)
+        assert with_session.size - description.size >= sys.getsizeof(session_id)
 
 
 def test_a_map_carries_the_session_that_stored_a_chunk_and_an_array_does_not() -> None:

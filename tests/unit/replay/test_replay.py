@@ -103,6 +103,13 @@ def test_a_bad_line_is_named_by_its_number(bad: bytes, why: str) -> None:
     assert why in str(error.value)
 
 
+@pytest.mark.parametrize("other", [b"7", b"null", b"true", b'["a"]', b'{"b": 1}', b"1e400", b'""'])
+def test_a_session_that_is_no_text_is_none(other: bytes) -> None:
+    (line,) = lines_of([[1, 2]])
+    with_session = line.replace(b"{", b'{"session_id": ' + other + b", ", 1)
+    assert read_trace([with_session], "t") == read_trace([line], "t")
+
+
 def test_a_trace_without_requests_is_refused() -> None:
     with pytest.raises(ConfigError, match="t: no request"):
         read_trace([b"\n"], "t")

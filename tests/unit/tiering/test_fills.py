@@ -9,6 +9,7 @@ from support.memory import two_groups
 from support.plain_tier import PlainTier
 from support.worker import Worker, make_keys
 
+from kvserver.cache import SUPERSEDED_AFTER
 from kvserver.l2 import TierOutcome
 from kvserver.protocol import LookupReply
 
@@ -52,6 +53,27 @@ def test_only_what_l1_lacks_is_read() -> None:
         assert f.fill(keys) == 6
         assert {name.key for name in f.gets()} == set(keys[2:])
         assert f.loaded(keys) == content
+
+
+@pytest.mark.parametrize("resident", [[0, 1], [0, 1, 4, 5]])
+def test_a_conversation_in_which_a_fill_read_chunks_is_not_superseded(resident: list[int]) -> None:
+    with filling() as f:
+        keys = make_keys(8)
+        f.store(keys)
+        f.written(keys)
+        f.forget_l1()
+        f.tier.objects, objects = {}, f.tier.objects
+        for place in resident:
+            f.worker.store(
+                [keys[place]], f.worker.blocks_for(1), first_chunk=place, session_id="a",
+                **({"after": keys[place - 1]} if place else {}),
+            )  # fmt: skip
+        f.tier.objects = objects
+        assert f.fill(keys) == 8
+        for turn in range(SUPERSEDED_AFTER + 2):
+            assert f.worker.lookup(keys, f"r{turn}", session_id="a") == 8
+            f.worker.end_request(f"r{turn}")
+        assert not f.running.server.call(lambda: len(f.running.parts.cache.sessions.superseded)).result(10)
 
 
 def test_a_hit_ends_at_a_hole() -> None:
