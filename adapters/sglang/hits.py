@@ -29,16 +29,23 @@ class _Asked:
     seen: int = 0  # the last pass in which SGLang has asked
 
     def hit_from(self, keys: Sequence[str]) -> int | None:
-        """Count the pages that the answer covers, from the first on; None if it states nothing about them."""
+        """Count the pages that the answer covers, from the first on; None if it states nothing about them.
+
+        A key determines all keys before it: prompts whose last common place has one key are alike up to there.
+        """
+        try:
+            before = self.keys.index(keys[0])  # pages that SGLang itself has by now
+        except ValueError:
+            return None
+        both = min(len(keys), len(self.keys) - before)
+        if keys[both - 1] != self.keys[before + both - 1]:
+            return None  # another prompt with the same request id
         if self.question.answer is None:
             return 0
         hit = self.question.answer.hit_chunks
-        if keys[0] == self.keys[0]:
-            return min(hit, len(keys)) if len(keys) <= len(self.keys) or hit < len(self.keys) else None
-        try:
-            return min(max(0, hit - self.keys.index(keys[0])), len(keys))
-        except ValueError:
-            return None
+        if not before and hit == len(self.keys) < len(keys):
+            return None  # perhaps there are more
+        return min(max(0, hit - before), len(keys))
 
 
 class RememberedHits:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections.abc import Sequence
 
 import pytest
 
@@ -76,6 +78,35 @@ def test_pages_that_sglang_has_no_more_are_looked_up() -> None:
     assert found.pages("r", KEYS[4:]) == 2
     assert found.pages("r", KEYS) == 6
     assert len(lookups.sent) == 2
+
+
+class KeptKeys(AnsweredLookups):
+    """Lookups in a daemon that has these keys."""
+
+    def __init__(self, kept: Sequence[str], polls: int) -> None:
+        super().__init__(0, polls)
+        self.kept = kept
+
+    def send(self, question: Question, message: Lookup, tail_of: LookupTail) -> None:
+        super().send(question, message, tail_of)
+        packed = message.keys.hex()
+        self._answer = Answer(leading([packed[at : at + 64] for at in range(0, len(packed), 64)], self.kept), 0.0)
+
+
+def leading(keys: Sequence[str], kept: Sequence[str]) -> int:
+    return sum(1 for _ in itertools.takewhile(kept.__contains__, keys))
+
+
+@pytest.mark.parametrize("polls", [0, 1], ids=["answered", "not answered yet"])
+def test_another_prompt_with_the_same_request_id_has_its_own_hit_however_much_is_alike(polls: int) -> None:
+    for alike, begin, other_begin, length, in_first, in_other in itertools.product(range(5), repeat=6):
+        first, other = KEYS[:5], KEYS[:alike] + [key[::-1] for key in KEYS[5 : 10 - alike]]
+        asked, asked_other = first[begin:], other[other_begin : other_begin + length + 1]
+        kept = first[:in_first] + other[:in_other]
+        found = remembered(KeptKeys(kept, polls))
+        found.pages("r", asked)
+        found.pages("r", asked_other)
+        assert found.pages("r", asked_other) == leading(asked_other, kept), (asked, asked_other, kept)
 
 
 def test_lengths_that_can_be_loaded_are_counted_from_the_first_page_that_sglang_has_not() -> None:
