@@ -217,7 +217,9 @@ def test_sglang_of_compose_shares_the_folder_the_user_and_the_models(compose):
     assert added["kvserver"].keys() == {"gpus", "pid"}, "the rest is compose.yaml's"
     sglang, vllm = added["sglang"], compose["services"]["vllm"]
     assert sglang["volumes"] == vllm["volumes"]
-    assert sglang["pid"] == added["kvserver"]["pid"] == "host", "the end of the daemon would end an engine of its namespace"
+    assert sglang["pid"] == added["kvserver"]["pid"] == "host", (
+        "the end of the daemon would end an engine of its namespace"
+    )
     assert sglang["build"]["args"]["UID"] == vllm["build"]["args"]["UID"]
     assert (DEPLOY / sglang["build"]["context"] / sglang["build"]["dockerfile"]).is_file()
     command = sglang["command"]
