@@ -183,16 +183,32 @@ class Sessions:
             self._mark_used(end)
         chunk: Chunk | None = found
         while chunk is not None and (owner := chunk.session_end) is not None:
-            if owner is not end:
-                if not self._may_own(session, owner):
-                    self.share(chunk)
-                    return
-                parent = chunk.session_parent
-                self._disown(chunk, owner)
-                chunk.session_end, chunk.session_parent = end, parent
-                end.chunks += 1
-                session.chunks += 1
-            chunk = chunk.session_parent
+            if owner is not end and not self._may_own(session, owner):
+                self.share(chunk)
+                return
+            chunk = self._take_over(chunk, owner, end)
+
+    def _take_over(self, chunk: Chunk, owner: PromptEnd, end: PromptEnd) -> Chunk | None:
+        """Give the end what the owner has of the prompt without a gap. Returns the chunk before it."""
+        count, last, at = 0, owner.chunk, chunk
+        while True:
+            count += 1
+            at.session_end = end
+            parent: Chunk | None = at.session_parent
+            if at is last:
+                last = parent
+            if parent is None or parent.session_end is not owner:
+                break
+            at = parent
+        if owner is not end:
+            owner.chunk = last
+            end.chunks += count
+            end.session.chunks += count
+            owner.chunks -= count
+            owner.session.chunks -= count
+            if not owner.chunks:
+                self._drop_end(owner)
+        return parent
 
     @staticmethod
     def _may_own(session: SessionRecord, owner: PromptEnd) -> bool:
