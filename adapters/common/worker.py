@@ -108,12 +108,14 @@ class WorkerHalf:
         """True while the copy's message waits for the engine's own work on its blocks."""
         return self._send_queue.is_queued(copy_id)
 
-    def give_up(self, copy_id: int) -> None:
-        """Cancel a copy before its deadline, and count it as a timeout: the engine waits no longer."""
-        if (copy := self._copies.get(copy_id)) is not None:
+    def give_up(self, copy_ids: Sequence[int]) -> None:
+        """Cancel the copies of one load before their deadline, and count one timeout: the engine waits no longer."""
+        copies = [copy for copy_id in copy_ids if (copy := self._copies.get(copy_id)) is not None]
+        for copy in copies:
             copy.given_up = min(copy.given_up, time.monotonic())
             copy.cancel()
-            self._count_timeout(copy)
+            copy.timed_out = True
+        self._count_timeout(copies)
 
     def answer_for_loads(self, plan: StepPlan) -> None:
         """Fail the loads of this step that start_loads did not begin: their requests wait for them."""
@@ -248,11 +250,11 @@ class WorkerHalf:
     def _time_out(self, copy: Copy) -> None:
         copy.timed_out = True
         copy.cancel()
-        self._count_timeout(copy)
+        self._count_timeout([copy])
 
-    def _count_timeout(self, copy: Copy) -> None:
-        if self._link is None or self._send_queue.is_queued(copy.spec.copy_id):
-            return  # the message was never sent
+    def _count_timeout(self, copies: Sequence[Copy]) -> None:
+        if self._link is None or all(self._send_queue.is_queued(copy.spec.copy_id) for copy in copies):
+            return  # no message was sent
         self.counters["timeouts"] += 1
         self._link.breaker.timed_out()
 

@@ -140,8 +140,7 @@ class RankCache:
         ]  # fmt: skip
         end, seconds = load(self._half, specs, self._budget.seconds(pages), self._own_work_seconds, self._faults)
         with self._faults.guarded("the end of a load"):
-            if end is not LoadEnd.NOT_BEGUN:
-                self._budget.copied(pages, seconds)  # of a load that failed: more than was copied
+            self._budget.copied(pages, seconds)  # of a load that was too slow: more pages than were copied
             if end < LoadEnd.NOT_BEGUN:
                 for spec in specs:
                     self._failed.failed(spec)

@@ -34,6 +34,7 @@ _FROM_FILES = frozenset(
 )
 # Arguments and variables that name content which is not compared.
 _NAMES_CONTENT = ("quantization_param_path", "custom_weight_loader", "forward_hooks", "decrypted_config_file")
+_CONFIG, _LORA_CONFIG = "config.json", "adapter_config.json"
 _NAMES_CODE = "SGLANG_EXTERNAL_MODEL_PACKAGE"
 _PLUGINS = ("sglang.srt.plugins", "sglang.srt.platforms")  # groups of entry points, whose code may replace SGLang's
 _PREFIXES = ("SGLANG_", "SGL_", "FLASHINFER_", "TRITON_", "NVIDIA_TF32", "TORCH_ALLOW_TF32", "ONEDNN_")
@@ -86,24 +87,17 @@ def with_model(found: SGLangIdentity, server_args: Any, settings: SGLangSettings
     weights = ""
     try:
         folder, commit = _folder(str(resolved.model_path), resolved.revision)
-        whole.add("config.json", config := _config(folder))
-        if resolved.trust_remote_code and "auto_map" in config:
-            whole.refuse("--trust-remote-code: the code in the model's folder is not compared")
+        _add_config(whole, _CONFIG, folder, resolved)
         if str(resolved.load_format) not in _FROM_FILES:
             raise NoWeights(f"load_format {resolved.load_format} does not take them from the model's files")
-        if not commit:
-            weights = files_of(str(folder), None, all_bytes)
-        elif resolved.download_dir:
-            raise NoWeights("--download-dir: its snapshot of the model may be another one")
-        else:
-            weights = files_of(str(resolved.model_path), commit, all_bytes)
+        weights = _files(str(resolved.model_path), commit, resolved, all_bytes)
     except (NoWeights, OSError, ValueError) as reason:
         if not named:
             whole.refuse(f"weights: {reason}; kvserver.model_version may name them")
     whole.counted["weights"] = digest([named, weights])
-    _add_others(whole, resolved, all_bytes)
     if not (named or all_bytes or weights.startswith("commit:")):
         whole.machine_only = f"weights: samples of the files name them; {LEARN_NAME}"
+    _add_others(whole, resolved, all_bytes)
     return whole
 
 
@@ -112,31 +106,48 @@ def _add_others(whole: SGLangIdentity, resolved: Any, all_bytes: bool) -> None:
 
     A LoRA that is loaded later has a name in the keys that is drawn anew each time.
     """
-    others = {f"LoRA {lora.lora_name}": (str(lora.lora_path), None) for lora in resolved.lora_paths or []}
+    others = {f"LoRA {lora.lora_name}": (str(lora.lora_path), None, _LORA_CONFIG) for lora in resolved.lora_paths or []}
     if draft := resolved.speculative_draft_model_path:
-        others["draft"] = str(draft), resolved.speculative_draft_model_revision
-    for name, (path, revision) in others.items():
+        others["draft"] = str(draft), resolved.speculative_draft_model_revision, _CONFIG
+    for name, (path, revision, config) in others.items():
         try:
-            folder, commit = _folder(path, revision)
-            whole.counted[name] = digest(files_of(path if commit else str(folder), commit, all_bytes))
+            folder, commit = _folder(path, revision, config)
+            if config == _CONFIG:  # that of a LoRA is among its files
+                _add_config(whole, f"{name} {_CONFIG}", folder, resolved)
+            whole.counted[name] = digest(_files(path, commit, resolved, all_bytes))
+            if not (all_bytes or commit):  # kvserver.model_version names the model's weights only
+                why = f"{name}: samples of the files name it; kvserver.weights_digest=whole would name it for other machines"
+                whole.machine_only = whole.machine_only or why
         except (NoWeights, OSError, ValueError) as reason:
             whole.refuse(f"{name}: {reason}")
 
 
-def _folder(model: str, revision: str | None) -> tuple[Path, str | None]:
-    """The folder of the model's files, and the commit where it is a snapshot of a repository."""
+def _add_config(whole: SGLangIdentity, name: str, folder: Path, resolved: Any) -> None:
+    whole.add(name, config := _config(folder))
+    if resolved.trust_remote_code and "auto_map" in config:
+        whole.refuse(f"--trust-remote-code: the code that {name} names is not compared")
+
+
+def _files(path: str, commit: str | None, resolved: Any, all_bytes: bool) -> str:
+    if commit and resolved.download_dir:
+        raise NoWeights("--download-dir: its snapshot may be another one")
+    return files_of(path, commit, all_bytes)
+
+
+def _folder(model: str, revision: str | None, config: str = _CONFIG) -> tuple[Path, str | None]:
+    """The folder of the model's files, and the commit where it is a snapshot of a repository, which has the file `config`."""
     if Path(model).is_dir():
         return Path(model), None
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(model, "config.json", revision=revision)
+    found = try_to_load_from_cache(model, config, revision=revision)
     if not isinstance(found, str):
         raise NoWeights("the model is neither a folder nor in the cache of Hugging Face")
     return Path(found).parent, Path(found).parent.name
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / _CONFIG).read_text())
     return {name: value for name, value in config.items() if name not in HARMLESS_OF_HF_CONFIG}
 
 

@@ -31,8 +31,9 @@ class LoadEnd(enum.IntEnum):
 def load(
     half: WorkerHalf, specs: list[LoadSpec], seconds: float, own_work_seconds: float, faults: Faults
 ) -> tuple[LoadEnd, float]:
-    """Copy the objects of all groups. Returns the end, and the seconds that the copy took.
+    """Copy the objects of all groups. Returns the end, and the seconds by which the rate of copying can be measured, or 0.
 
+    A load that failed before its time was over states nothing of the rate.
     On a GPU the copy begins when a step that still runs has ended. The wait for that is no time of the copy, and has a bound of its own:
     `own_work_seconds`. The wait for the copy has `seconds`. A cancel takes a little longer.
     """
@@ -41,8 +42,8 @@ def load(
         if wait.until(seconds, own_work_seconds):
             return LoadEnd.LOADED, wait.seconds
     if any(half.is_in_flight(spec.copy_id) for spec in specs):
-        return LoadEnd.STILL_WRITTEN, wait.seconds
-    return LoadEnd.NOT_BEGUN if wait.never_began else LoadEnd.FAILED, wait.seconds
+        return LoadEnd.STILL_WRITTEN, wait.seconds_if_slow
+    return LoadEnd.NOT_BEGUN if wait.never_began else LoadEnd.FAILED, wait.seconds_if_slow
 
 
 class _Wait:
@@ -51,6 +52,11 @@ class _Wait:
         self._sent = time.monotonic()  # or later: it was queued until then
         self.never_began = False  # and it was given up
         self.seconds = 0.0  # of the copy
+        self._slow = False  # the copy itself took all its time
+
+    @property
+    def seconds_if_slow(self) -> float:
+        return self.seconds if self._slow else 0.0
 
     def until(self, seconds: float, own_work_seconds: float) -> bool:
         """True if all objects were copied."""
@@ -71,9 +77,8 @@ class _Wait:
                 return spec.request_id not in failed
             late = now - began - own_work_seconds if any(queued) else self.seconds - seconds
             if late >= 0 and not given_up:
-                given_up, self.never_began = True, all(queued)
-                for each in self._specs:
-                    half.give_up(each.copy_id)
+                given_up, self.never_began, self._slow = True, all(queued), not any(queued)
+                half.give_up([each.copy_id for each in self._specs])
             if late >= _END_SECONDS:
                 return False
             half.poll(idle=True)

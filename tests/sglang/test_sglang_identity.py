@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub.constants
 import pytest
 import tiny_models
 import torch
@@ -109,6 +110,70 @@ def test_the_content_of_loras_and_of_a_draft_counts(folder: Path, tmp_path: Path
     assert {name for name in before if before[name] != after[name]} == {"LoRA a"}
     tiny_models.eagle(draft, seed=9)
     assert {name for name in before if counted()[name] != after[name]} == {"draft"}
+
+
+def with_draft(folder: Path, draft: str) -> ServerArgs:
+    arguments = ServerArgs(model_path=str(folder), device="cpu", page_size=32)
+    arguments.speculative_draft_model_path = draft
+    return arguments
+
+
+def of(arguments: ServerArgs, settings: SGLangSettings = SGLangSettings()) -> SGLangIdentity:  # noqa: B008
+    return with_model(arguments_identity(arguments, CPU), arguments, settings)
+
+
+def snapshot(cache: Path, name: str, commit: str) -> Path:
+    """An empty snapshot of a repository, as the cache of Hugging Face has it."""
+    repository = cache / f"models--{name.replace('/', '--')}"
+    (repository / "refs").mkdir(parents=True, exist_ok=True)
+    (repository / "refs" / "main").write_text(commit)
+    return repository / "snapshots" / commit
+
+
+@pytest.mark.parametrize("kind", ["lora", "draft"])
+def test_a_lora_or_a_draft_in_the_cache_of_hugging_face_is_named_by_its_commit(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    found = []
+    for commit in ("a" * 40, "b" * 40):
+        if kind == "lora":
+            tiny_models.lora(snapshot(tmp_path, "org/one", commit), layers=1)
+            arguments = with_lora(folder, Path("org/one"))
+        else:
+            tiny_models.eagle(snapshot(tmp_path, "org/one", commit))
+            arguments = with_draft(folder, "org/one")
+        found.append(of(arguments, SGLangSettings(model_version="v1")))
+    assert [(one.private, one.machine_only) for one in found] == [("", "")] * 2
+    name = "LoRA a" if kind == "lora" else "draft"
+    assert {field for field in found[0].counted if found[0].counted[field] != found[1].counted[field]} == {name}
+    arguments.download_dir = str(tmp_path / "elsewhere")
+    assert "--download-dir" in of(arguments, SGLangSettings(model_version="v1")).private
+
+
+@pytest.mark.parametrize("kind", ["lora", "draft"])
+def test_samples_of_a_lora_or_a_draft_are_compared_on_one_machine_only(folder: Path, tmp_path: Path, kind: str) -> None:
+    if kind == "lora":
+        arguments = with_lora(folder, tiny_models.lora(tmp_path, layers=1))
+    else:
+        arguments = with_draft(folder, str(tiny_models.eagle(tmp_path)))
+    named = of(arguments, SGLangSettings(model_version="v1"))
+    assert named.machine_only.startswith("LoRA a: samples" if kind == "lora" else "draft: samples")
+    assert of(arguments, SGLangSettings(model_version="v1", weights_digest="whole")).machine_only == ""
+
+
+def test_the_configuration_of_a_draft_counts(folder: Path, tmp_path: Path) -> None:
+    config = tiny_models.eagle(tmp_path) / "config.json"
+    arguments = with_draft(folder, str(tmp_path))
+    before = of(arguments).counted
+    text = json.loads(config.read_text())
+    config.write_text(json.dumps(text | {"rope_theta": 5000.0}))
+    after = of(arguments).counted
+    assert {name for name in after if before.get(name) != after[name]} == {"draft config.json"}
+    config.write_text(json.dumps(text | {"auto_map": {"AutoModel": "modeling.Model"}}))
+    assert of(arguments).private == ""
+    arguments.trust_remote_code = True
+    assert "--trust-remote-code" in of(arguments).private
 
 
 def test_a_lora_without_files_makes_the_engine_private(folder: Path, tmp_path: Path) -> None:

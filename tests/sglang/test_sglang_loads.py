@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace as NS
 
 import pytest
 
+from kvserver._native import State, WordPage
 from kvserver.adapters.common.faults import Faults
+from kvserver.adapters.common.link import WORDS, Breaker, Session
 from kvserver.adapters.common.load_ends import LoadEnds
+from kvserver.adapters.common.settings import CommonSettings
 from kvserver.adapters.common.specs import LoadSpec
 from kvserver.adapters.common.steps import StepPlan
+from kvserver.adapters.common.worker import PositionSize, Rank, WorkerHalf
 from kvserver.adapters.sglang.loads import LoadEnd, load
+from kvserver.protocol import Retrieve
 
 
 class TimedHalf:
@@ -37,8 +46,9 @@ class TimedHalf:
     def is_in_flight(self, copy_id: int) -> bool:
         return copy_id in self._in_flight
 
-    def give_up(self, copy_id: int) -> None:
-        self.load_ends.part_ended(self._in_flight.pop(copy_id), failed=True)
+    def give_up(self, copy_ids: Sequence[int]) -> None:
+        for copy_id in copy_ids:
+            self.load_ends.part_ended(self._in_flight.pop(copy_id), failed=True)
 
     def poll(self, idle: bool) -> None:
         time.sleep(0.001)
@@ -77,3 +87,85 @@ def test_the_end_of_an_earlier_load_is_not_taken_for_the_end_of_the_next_one_of_
     half = TimedHalf(copying=9)
     half.load_ends.part_ended(spec(copy_id=0), failed=False)
     assert run(half, seconds=0.1)[0] is LoadEnd.FAILED
+
+
+class Words(WordPage):
+    """State words, and the sequence that each was armed with."""
+
+    def arm(self, index: int, sequence: int) -> None:
+        super().arm(index, sequence)
+        self.of[sequence] = index
+
+
+class Copiers:
+    """A send queue, and the copying threads behind it: each copy of a load, in order, does as its name states."""
+
+    def __init__(self, *does: str) -> None:
+        self.does = dict(enumerate(does, 1))
+        self.words = Words(WORDS)
+        self.words.of = {}
+        self.session = Session(NS(boot_id="b"), None, words=self.words)  # type: ignore[arg-type]
+        self.breaker = Breaker(lambda: None)
+        self.faults = Faults()
+        rank = Rank(positions=[PositionSize(1, 0)] * len(does))
+        self.half = WorkerHalf(CommonSettings(), self, self.faults, rank, link=self)  # type: ignore[arg-type]
+
+    def usable(self) -> Session:
+        return self.session
+
+    def adopt(self, session: Session | None) -> None:
+        return
+
+    def begin_step(self, step: int) -> None:
+        return
+
+    def post(self, message: Retrieve, computed_in: int | None = None) -> bool:
+        return self.does[message.sequence] != "not sent"
+
+    def wait(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def is_queued(self, sequence: int) -> bool:
+        return self.does[sequence] == "queued"
+
+    def receive(self) -> list[tuple[int, object]]:
+        for sequence, does in self.does.items():
+            if (word := self.words.of.get(sequence)) is not None and does not in ("queued", "not sent", "not begun"):
+                self.words.move(word, sequence, State.PENDING, State.RUNNING)
+                if does in ("done", "failed"):
+                    self.words.move(word, sequence, State.RUNNING, State[does.upper()])
+                elif does == "late":  # it acknowledges a cancel; one that is stuck does not
+                    self.words.move(word, sequence, State.CANCELLING, State.CANCELLED)
+        return []
+
+    def load(self, seconds: float = 0.1, own_work_seconds: float = 0.2) -> tuple[LoadEnd, float]:
+        specs = [replace(spec(number), group=number - 1, copies=len(self.does)) for number in self.does]
+        return load(self.half, specs, seconds, own_work_seconds, self.faults)
+
+    @property
+    def timeouts(self) -> int:
+        return self.half.counters["timeouts"]
+
+
+BEHAVIOURS = ("done", "failed", "late", "stuck", "not begun", "queued", "not sent")
+
+
+@pytest.mark.parametrize("does", list(itertools.combinations_with_replacement(BEHAVIOURS, 3)), ids="+".join)
+def test_a_load_of_several_copies_ends_once_and_as_its_worst_copy(does: tuple[str, ...]) -> None:
+    copiers = Copiers(*does)
+    began = time.monotonic()
+    end, measured = copiers.load()
+    assert time.monotonic() - began < 0.6
+    kinds = set(does)
+    slow = kinds & {"late", "stuck", "not begun"}
+    if kinds == {"done"}:
+        assert end is LoadEnd.LOADED
+    elif "stuck" in kinds:
+        assert end is LoadEnd.STILL_WRITTEN
+    else:
+        assert end is (LoadEnd.NOT_BEGUN if kinds == {"queued"} else LoadEnd.FAILED)
+    assert copiers.timeouts == bool(slow)
+    assert not copiers.breaker.open, "one late load"
+    if end is not LoadEnd.LOADED:
+        assert measured == (pytest.approx(0.1, abs=0.05) if slow and "queued" not in kinds else 0)
+    assert not copiers.faults.counts
