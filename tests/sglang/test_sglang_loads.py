@@ -155,7 +155,7 @@ def test_a_load_of_several_copies_ends_once_and_as_its_worst_copy(does: tuple[st
     copiers = Copiers(*does)
     began = time.monotonic()
     end, measured = copiers.load()
-    assert time.monotonic() - began < 0.6
+    assert time.monotonic() - began < 1.0
     kinds = set(does)
     slow = kinds & {"late", "stuck", "not begun"}
     if kinds == {"done"}:
@@ -167,5 +167,5 @@ def test_a_load_of_several_copies_ends_once_and_as_its_worst_copy(does: tuple[st
     assert copiers.timeouts == bool(slow)
     assert not copiers.breaker.open, "one late load"
     if end is not LoadEnd.LOADED:
-        assert measured == (pytest.approx(0.1, abs=0.05) if slow and "queued" not in kinds else 0)
+        assert (measured >= 0.1) if slow and "queued" not in kinds else (measured == 0)
     assert not copiers.faults.counts
