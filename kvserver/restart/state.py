@@ -18,7 +18,7 @@ import msgspec
 from kvserver._native import checksum
 from kvserver.protocol import KEY_BYTES, Durability, ObjectGroup
 
-FORMAT = 2
+FORMAT = 3
 DIGEST_BYTES = 16
 EXTENT_BYTES = 8
 PROTECTED = 1  # bit of `flags`
@@ -54,6 +54,7 @@ class State(msgspec.Struct, kw_only=True):
     version: str  # of the daemon that wrote it
     page_bytes: int
     inode: int  # of L1's file
+    use: int = 0  # number of the file's use (`L1File.begin_use`)
     namespaces: list[KeptNamespace] = []
     places: bytes = b""  # u32: the chunk's namespace
     flags: bytes = b""

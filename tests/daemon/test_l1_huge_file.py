@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.daemon import Daemon, wait_until
-from support.kept_l1 import hits, refusal, restart, store_prompt
+from support.kept_l1 import hits, refusal, restart, start, store_prompt
 
 from kvserver.config.settings import MiB
 
@@ -78,6 +78,18 @@ def test_crash_begins_empty_in_the_same_pages(path: Path, make_daemon: Make) -> 
     daemon.start()
     assert hits(daemon, prompt) == 0
     daemon.audit()
+
+
+def test_daemon_with_another_endpoint_voids_the_state(path: Path, make_daemon: Make) -> None:
+    first = make_daemon(l1_file=path)
+    prompt = store_prompt(first)
+    assert first.terminate() == 0
+    second = make_daemon(l1_file=path)
+    assert second.http("/cache/clear", "POST")[0] == 200
+    assert second.terminate() == 0
+    start(first)
+    assert hits(first, prompt) == 0
+    assert "another daemon used the file after it" in first.log
 
 
 def test_auto_size_is_that_of_before(path: Path, make_daemon: Make) -> None:

@@ -32,7 +32,7 @@ def file() -> Iterator[L1File]:
 
 def test_other_page_size_begins_empty_with_all_pages_free(file: L1File, caplog: pytest.LogCaptureFixture) -> None:
     file.resize(SIZE)
-    file.write_state(encode(State(version="1", page_bytes=4096, inode=file.inode)))
+    file.write_state(encode(State(version="1", page_bytes=4096, inode=file.inode, use=file.use_before)))
     region = HostRegion(SIZE, fd=file.fd)
     kept_l1, nothing = RestartableL1(file, region, Settings(), 8192), Any
     cache = Cache(kept_l1.make_pool(SIZE, 8192), POLICIES["lru"]())

@@ -62,7 +62,7 @@ def test_state_that_was_cut_off_is_refused() -> None:
 def test_state_of_another_format_is_refused_with_both_formats() -> None:
     raw = bytearray(encode(state()))
     raw[8] += 1
-    with pytest.raises(StateError, match="format 3, and this daemon has format 2"):
+    with pytest.raises(StateError, match="format 4, and this daemon has format 3"):
         decode(bytes(raw))
 
 
