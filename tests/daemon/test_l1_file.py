@@ -380,7 +380,11 @@ def test_start_that_is_refused_costs_no_chunk(kept: Daemon, make_daemon: Make) -
     prompt = store_prompt(kept)
     assert kept.terminate() == 0
     port = make_daemon().http_port
-    for flags in ({"http_port": port}, {"http_port": port, "l1_size": "80MiB"}, {"http_port": port, "l1_size": "48MiB"}):
+    for flags in (
+        {"http_port": port},
+        {"http_port": port, "l1_size": "80MiB"},
+        {"http_port": port, "l1_size": "48MiB"},
+    ):
         before = dict(kept.flags)
         kept.flags |= flags
         assert "http" in refusal(kept)
