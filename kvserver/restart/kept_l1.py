@@ -300,7 +300,7 @@ class RestartableL1:
         log.info("%d chunks of L1 are left to the next daemon, in %.2f s", kept, time.monotonic() - began)
         return (
             f"; {self._file.allocated_bytes} bytes of memory stay in {self._file.path}, with {kept} chunks for the next "
-            f"daemon: {self._file.freed_by} frees them"
+            f"daemon{self._file.kept_if}: {self._file.freed_by} frees them"
         )
 
     def _with_generations(self, of: KeptNamespace, adopted: bool) -> KeptNamespace:

@@ -33,6 +33,8 @@ _FIRST_USE = 2**32 * 10**9  # ns: in the year 2106
 class L1File:
     """An open and locked file. ConfigError, naming it, if it cannot be used."""
 
+    kept_if = ""  # for people, behind what stays
+
     def __init__(self, path: str, endpoint: str = "") -> None:
         self.path = path
         try:

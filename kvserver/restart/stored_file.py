@@ -40,6 +40,7 @@ class StoredL1File(L1File):
     """ConfigError if no service manager started this process."""
 
     freed_by = "a stop of the unit"
+    kept_if = ", if the unit keeps them (FileDescriptorStoreMax=2)"
 
     def __init__(self) -> None:
         self.path = FDSTORE

@@ -153,6 +153,7 @@ def test_stored_l1_that_a_start_does_not_use_is_dropped(manager: Manager, passed
         while len(kept) < 2:
             kept += manager.next_with_descriptors()[1]
         assert daemon.terminate() == 0
+        assert "if the unit keeps them (FileDescriptorStoreMax=2): a stop of the unit frees them" in daemon.log
         manager.clear()
         pass_descriptors(daemon, kept[:passed])
         daemon.flags["l1_file"] = l1_file
