@@ -37,7 +37,7 @@ from kvserver.l2 import make_tier
 from kvserver.observability import Observability
 from kvserver.parts import Parts
 from kvserver.protocol import ConfigError
-from kvserver.restart import KeptL1, L1File, NoKeptL1, RestartableL1, StoredL1File
+from kvserver.restart import KeptL1, L1File, NoKeptL1, RestartableL1, StoredL1File, drop_stored_l1
 from kvserver.routing import MatchPages
 from kvserver.server import Endpoint, Server
 from kvserver.snapshots import daemon_status, instances_status
@@ -116,6 +116,7 @@ def _run(configuration: Configuration, hardware: Hardware, drain_seconds: float)
 def _open_l1_file(settings: Settings) -> L1File | None:
     if settings.l1_file == FDSTORE:
         return StoredL1File()
+    drop_stored_l1()
     return L1File(settings.l1_file, settings.endpoint) if settings.l1_file else None
 
 

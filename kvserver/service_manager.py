@@ -42,15 +42,27 @@ def keep_descriptors(named: Mapping[str, int]) -> None:
             socket.send_fds(sender, [f"FDSTORE=1\nFDNAME={name}".encode()], [fd])
 
 
+def drop_descriptors(named: Mapping[str, int]) -> None:
+    """Close descriptors that an earlier start had kept, and have the service manager close its own. OSError if it is not reached."""
+    for fd in named.values():
+        os.close(fd)
+    if named and (address := _address()):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.settimeout(_SEND_SECONDS)
+            sender.connect(address)
+            for name in named:
+                sender.send(f"FDSTOREREMOVE=1\nFDNAME={name}".encode())
+
+
 def kept_descriptors() -> dict[str, int]:
     """Descriptors that an earlier start had kept, by name. Children inherit neither them nor their names."""
     pid, count, names = (os.environ.pop(f"LISTEN_{name}", "") for name in ("PID", "FDS", "FDNAMES"))
     if pid != str(os.getpid()) or not count.isdecimal():
         return {}
-    found = dict(zip(names.split(":"), range(_FIRST_FD, _FIRST_FD + int(count)), strict=False))
-    for fd in found.values():
+    fds = range(_FIRST_FD, _FIRST_FD + int(count))
+    for fd in fds:
         os.set_inheritable(fd, False)
-    return found
+    return dict(zip(names.split(":"), fds, strict=False))
 
 
 def _address() -> str:

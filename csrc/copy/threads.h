@@ -2,6 +2,9 @@
 #pragma once
 
 #include <cstdint>
+#include <system_error>
+#include <thread>
+#include <vector>
 
 namespace kvserver {
 
@@ -10,5 +13,16 @@ uint64_t monotonic_nanos();  // CLOCK_MONOTONIC, the same in all processes of a 
 void block_signals();
 // The calling thread gives way to all others that want to run.
 void give_way(int nice);
+// Up to `count` threads that run `work`, to be joined: fewer where the system makes no more.
+template <typename Work>
+std::vector<std::thread> make_threads(unsigned count, const Work& work) {
+    std::vector<std::thread> threads;
+    threads.reserve(count);
+    try {
+        while (threads.size() < count) threads.emplace_back(work);
+    } catch (const std::system_error&) {
+    }
+    return threads;
+}
 
 }  // namespace kvserver

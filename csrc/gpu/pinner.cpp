@@ -94,13 +94,11 @@ void Pinner::pin_all() {
 
 void Pinner::touch(std::byte* first, uint64_t bytes) const {
     std::atomic<uint64_t> next{0};
-    std::vector<std::thread> threads;
-    for (unsigned i = 0; i < threads_; ++i)
-        threads.emplace_back([&] {
-            stay_on(cpus_);
-            for (uint64_t at; (at = next.fetch_add(kTouchBytes)) < bytes && !stopping_;)
-                touch_pages(first + at, std::min(kTouchBytes, bytes - at));
-        });
+    std::vector<std::thread> threads = make_threads(threads_, [&] {
+        stay_on(cpus_);
+        for (uint64_t at; (at = next.fetch_add(kTouchBytes)) < bytes && !stopping_;)
+            touch_pages(first + at, std::min(kTouchBytes, bytes - at));
+    });  // without any, pinning touches the pages
     for (std::thread& thread : threads) thread.join();
 }
 

@@ -73,12 +73,10 @@ std::vector<DigestBytes> digest_objects(const L1& l1, const std::vector<uint32_t
             digests[i] = digest.value();
         }
     };
-    std::vector<std::thread> others;
-    for (unsigned i = 1; i < threads; ++i)
-        others.emplace_back([&] {
-            block_signals();
-            work();
-        });
+    std::vector<std::thread> others = make_threads(std::max(1u, threads) - 1, [&] {
+        block_signals();
+        work();
+    });
     work();
     for (std::thread& other : others) other.join();
     return digests;

@@ -155,7 +155,9 @@ def l1_file(machine: Machine) -> Finding:
     if not path:
         return ok("there is no --l1-file, so L1 ends with the daemon")
     if path == FDSTORE:
-        return ok("the service manager has L1's memory: a restart of the unit keeps it, a stop frees it")
+        return ok(
+            "the service manager has L1's memory if the unit keeps it (FileDescriptorStoreMax=2): a restart keeps it, a stop frees it"
+        )
     if not (kept := _kept_bytes(machine)):
         return ok(f"{path} has no memory yet; it keeps that of L1 after a stop")
     try:

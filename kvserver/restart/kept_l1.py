@@ -4,7 +4,7 @@ Owns: what happens at the start, in the loop's turns and at the end, and in whic
 adopted, and the file's calls.
 
 The state is removed before the loop's first turn, so before the first write to L1: a daemon that crashes leaves none. It is written after
-the last copy has ended.
+the last copy has ended. A state in another place, of a daemon with another endpoint, is void from then on: the use of the file has a new number.
 """
 
 from __future__ import annotations
@@ -135,6 +135,8 @@ class RestartableL1:
             state = decode(raw)
             if state.inode != self._file.inode:
                 raise StateError("the file was replaced")
+            if state.use != self._file.use_before:
+                raise StateError("another daemon used the file after it")
             if state.page_bytes != self.pool.page_bytes:
                 raise StateError(f"its pages have {state.page_bytes} bytes, and those of L1 {self.pool.page_bytes}")
         except (OSError, StateError) as error:
@@ -161,6 +163,7 @@ class RestartableL1:
         self._cache, self._tiers = cache, tiers
         try:
             self._file.remove_state()
+            self._file.begin_use()
             self._file.shrink()
         except OSError as error:
             raise ConfigError(f"--l1-file {self._file.path}: its state cannot be removed: {error.strerror}") from None
@@ -289,6 +292,7 @@ class RestartableL1:
                 left.namespaces = [self._with_generations(of, adopted=False) for of in left.namespaces]
                 state = state.joined(left)
             state.descriptions = hub.encode_l1(and_waiting=bool(rest))
+            state.use = self._file.begin_use()
             self._file.write_state(encode(state))
             kept = state.chunks
         except OSError as error:
@@ -296,7 +300,7 @@ class RestartableL1:
         log.info("%d chunks of L1 are left to the next daemon, in %.2f s", kept, time.monotonic() - began)
         return (
             f"; {self._file.allocated_bytes} bytes of memory stay in {self._file.path}, with {kept} chunks for the next "
-            f"daemon: {self._file.freed_by} frees them"
+            f"daemon{self._file.kept_if}: {self._file.freed_by} frees them"
         )
 
     def _with_generations(self, of: KeptNamespace, adopted: bool) -> KeptNamespace:

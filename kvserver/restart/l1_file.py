@@ -5,12 +5,16 @@ contains (`state`).
 
 The file is on a memory file system. Writing to a page for which that has no memory is a SIGBUS, so only reserved memory is used. The memory
 outlives the daemon: it is free again when the file is removed. On hugetlbfs no file can be written, so the state is beside the endpoint there.
+
+Two daemons can use one file, one after the other, with their states in different places. So each use has a number, which is the file's time
+of access: random, and so late that neither a mount with relatime nor a change of the file's size replaces it.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import secrets
 import stat
 from contextlib import suppress
 from pathlib import Path
@@ -23,10 +27,13 @@ from kvserver.protocol import ConfigError
 
 _RESERVED_AT_ONCE = 256 << 20
 _LEAST_BYTES = 64 << 20  # of a file whose size is that of an L1 of --l1-size auto
+_FIRST_USE = 2**32 * 10**9  # ns: in the year 2106
 
 
 class L1File:
     """An open and locked file. ConfigError, naming it, if it cannot be used."""
+
+    kept_if = ""  # for people, behind what stays
 
     def __init__(self, path: str, endpoint: str = "") -> None:
         self.path = path
@@ -47,7 +54,8 @@ class L1File:
 
     def _look(self) -> None:
         self._page_bytes = os.fstatvfs(self.fd).f_bsize
-        self.size_before = os.fstat(self.fd).st_size
+        found = os.fstat(self.fd)
+        self.size_before, self.use_before = found.st_size, found.st_atime_ns
         self.size = 0  # bytes that are L1, in whole pages of the file system
         self.reserved_bytes = 0  # the first ones have memory
 
@@ -117,6 +125,11 @@ class L1File:
         return left > _RESERVED_AT_ONCE
 
     # ---- the state ----------------------------------------------------------------------------
+
+    def begin_use(self) -> int:
+        """Give the file a new number, which no state has. Returns it. OSError if that fails."""
+        os.utime(self.fd, ns=(_FIRST_USE + secrets.randbelow(_FIRST_USE), os.fstat(self.fd).st_mtime_ns))
+        return os.fstat(self.fd).st_atime_ns
 
     def read_state(self) -> bytes | None:
         """The file's bytes; None if there is no file. OSError if it cannot be read, or is not this user's own file."""

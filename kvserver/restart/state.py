@@ -18,7 +18,7 @@ import msgspec
 from kvserver._native import checksum
 from kvserver.protocol import KEY_BYTES, Durability, ObjectGroup
 
-FORMAT = 2
+FORMAT = 3
 DIGEST_BYTES = 16
 EXTENT_BYTES = 8
 PROTECTED = 1  # bit of `flags`
@@ -54,6 +54,7 @@ class State(msgspec.Struct, kw_only=True):
     version: str  # of the daemon that wrote it
     page_bytes: int
     inode: int  # of L1's file
+    use: int = 0  # number of the file's use (`L1File.begin_use`)
     namespaces: list[KeptNamespace] = []
     places: bytes = b""  # u32: the chunk's namespace
     flags: bytes = b""
@@ -79,13 +80,14 @@ class State(msgspec.Struct, kw_only=True):
         return self.selected(bytes(map(kept.__getitem__, array("I", self.places))))
 
     def selected(self, chosen: bytes) -> State:
-        """The rows for which `chosen` has not 0."""
+        """The rows for which `chosen` has not 0, and their namespaces."""
         if all(chosen):
-            return self
-        return msgspec.structs.replace(self, **{name: b"".join(compress(rows, chosen)) for name, rows in self._rows()})
+            return self._of_rows()
+        columns = {name: b"".join(compress(rows, chosen)) for name, rows in self._rows()}
+        return msgspec.structs.replace(self, **columns)._of_rows()
 
     def joined(self, other: State) -> State:
-        """The rows of both, these first."""
+        """The rows of both, these first, and their namespaces."""
         places = array("I", [place + len(self.namespaces) for place in array("I", other.places)])
         columns = [name for name in (*_ROW_BYTES, "ends", "extents") if name != "places"]
         return msgspec.structs.replace(
@@ -93,6 +95,19 @@ class State(msgspec.Struct, kw_only=True):
             namespaces=[*self.namespaces, *other.namespaces],
             places=self.places + places.tobytes(),
             **{name: getattr(self, name) + getattr(other, name) for name in columns},
+        )._of_rows()
+
+    def _of_rows(self) -> State:
+        """Without the namespaces that have no row; the others get new places, in the same order."""
+        places = array("I", self.places)
+        used = sorted(set(places))
+        if len(used) == len(self.namespaces):
+            return self
+        renumbered = {place: number for number, place in enumerate(used)}
+        return msgspec.structs.replace(
+            self,
+            namespaces=[self.namespaces[place] for place in used],
+            places=array("I", map(renumbered.__getitem__, places)).tobytes(),
         )
 
     def _rows(self) -> Iterator[tuple[str, Iterator[bytes]]]:

@@ -357,6 +357,42 @@ def test_replaced_file_begins_empty(kept: Daemon, path: Path) -> None:
     assert hits(kept, prompt) == 0
 
 
+def test_state_is_void_once_another_daemon_used_the_file_with_a_state_elsewhere(
+    kept: Daemon, make_daemon: Make, path: Path
+) -> None:
+    prompt = store_prompt(kept)
+    assert kept.terminate() == 0
+    (path.parent / "other").mkdir(0o700)
+    other_path = path.parent / "other" / "l1"
+    other_path.hardlink_to(path)
+    other = make_daemon(l1_file=other_path)
+    assert other.http("/cache/clear", "POST")[0] == 200
+    assert other.terminate() == 0
+    start(kept)
+    assert hits(kept, prompt) == 0
+    assert "another daemon used the file after it" in kept.log
+    prompt = store_prompt(kept)
+    restart(kept)
+    assert hits(kept, prompt) == 3
+
+
+def test_start_that_is_refused_costs_no_chunk(kept: Daemon, make_daemon: Make) -> None:
+    prompt = store_prompt(kept)
+    assert kept.terminate() == 0
+    port = make_daemon().http_port
+    for flags in (
+        {"http_port": port},
+        {"http_port": port, "l1_size": "80MiB"},
+        {"http_port": port, "l1_size": "48MiB"},
+    ):
+        before = dict(kept.flags)
+        kept.flags |= flags
+        assert "http" in refusal(kept)
+        kept.flags = before
+    start(kept)
+    assert hits(kept, prompt) == 3
+
+
 class Steps:
     """Daemons that die at a step of a restart: `support/killed_restart.py`."""
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 from support.daemon import Daemon, wait_until
-from support.kept_l1 import hits, refusal, restart, store_prompt
+from support.kept_l1 import hits, refusal, restart, start, store_prompt
 
 from kvserver.config.settings import MiB
 
@@ -22,9 +24,26 @@ PAGES = 48
 
 
 @pytest.fixture(scope="module")
-def mount() -> Iterator[Path]:
+def alone() -> Iterator[None]:
+    """Huge pages are the machine's: one run of these tests at a time, also from other checkouts."""
+    with open(Path(tempfile.gettempdir()) / "kvserver-test-huge-pages.lock", "a") as lock:
+
+        def locked() -> bool:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            return True
+
+        wait_until(locked, 300, "no other run has huge pages")
+        yield
+
+
+@pytest.fixture(scope="module")
+def mount(alone: None) -> Iterator[Path]:
     """A mounted hugetlbfs with PAGES free pages. Skipped where this process may not mount one, or reserve them."""
     folder, before = Path(tempfile.mkdtemp(prefix="kvs-")), int(COUNT.read_text()) if COUNT.exists() else 0
+    reserved = False
     mounted = subprocess.run(["mount", "-t", "hugetlbfs", "-o", "pagesize=2M", "none", folder], capture_output=True)
     if mounted.returncode:
         folder.rmdir()
@@ -32,13 +51,15 @@ def mount() -> Iterator[Path]:
     try:
         try:
             COUNT.write_text(str(before + PAGES))
+            reserved = True
         except OSError as error:
             pytest.skip(f"huge pages cannot be reserved: {error}")
         if int(COUNT.read_text()) < before + PAGES:
             pytest.skip("the kernel has too few whole huge pages")
         yield folder
     finally:
-        COUNT.write_text(str(before))
+        if reserved:
+            COUNT.write_text(str(max(0, int(COUNT.read_text()) - PAGES)))
         subprocess.run(["umount", folder], check=True)
         folder.rmdir()
 
@@ -50,6 +71,11 @@ def path(mount: Path) -> Iterator[Path]:
     yield mount / "l1"
     (mount / "l1").unlink(missing_ok=True)
     wait_until(lambda: FREE.read_text() == before, what="the pages are free")
+
+
+@pytest.fixture
+def make_daemon(make_daemon: Make) -> Make:
+    return partial(make_daemon, l1_huge_pages="auto")
 
 
 def state_of(daemon: Daemon, path: Path) -> Path:
@@ -78,6 +104,18 @@ def test_crash_begins_empty_in_the_same_pages(path: Path, make_daemon: Make) -> 
     daemon.start()
     assert hits(daemon, prompt) == 0
     daemon.audit()
+
+
+def test_daemon_with_another_endpoint_voids_the_state(path: Path, make_daemon: Make) -> None:
+    first = make_daemon(l1_file=path)
+    prompt = store_prompt(first)
+    assert first.terminate() == 0
+    second = make_daemon(l1_file=path)
+    assert second.http("/cache/clear", "POST")[0] == 200
+    assert second.terminate() == 0
+    start(first)
+    assert hits(first, prompt) == 0
+    assert "another daemon used the file after it" in first.log
 
 
 def test_auto_size_is_that_of_before(path: Path, make_daemon: Make) -> None:

@@ -128,22 +128,54 @@ def test_l1_in_the_descriptor_store_is_refused_without_a_service_manager() -> No
         daemon.close()
 
 
+NAMES = ["kvserver-l1", "kvserver-l1-state"]
+
+
+def pass_descriptors(daemon: Daemon, kept: list[int]) -> None:
+    """Have the next starts get these, by the first names."""
+    names = f"LISTEN_PID=$$ LISTEN_FDS={len(kept)} LISTEN_FDNAMES={':'.join(NAMES[: len(kept)])}"
+    passed = " ".join(f"{3 + place}<>/proc/{os.getpid()}/fd/{fd}" for place, fd in enumerate(kept))
+    daemon.program = ("sh", "-c", f'{names} exec {KVSERVER} "$@" {passed}', "kvserver")
+
+
+def memories(daemon: Daemon) -> int:
+    """Descriptors of memfds that the daemon has open."""
+    assert daemon.process is not None
+    folder = f"/proc/{daemon.process.pid}/fd"
+    return sum("memfd:kvserver-l1" in os.readlink(f"{folder}/{fd}") for fd in os.listdir(folder))
+
+
+@pytest.mark.parametrize(("passed", "l1_file", "left"), [(2, "", 0), (1, "", 0), (1, "fdstore:", 2)])
+def test_stored_l1_that_a_start_does_not_use_is_dropped(manager: Manager, passed: int, l1_file: str, left: int) -> None:
+    daemon, kept = Daemon(env={"NOTIFY_SOCKET": manager.address}, l1_file="fdstore:"), list[int]()
+    try:
+        daemon.start()
+        while len(kept) < 2:
+            kept += manager.next_with_descriptors()[1]
+        assert daemon.terminate() == 0
+        assert "if the unit keeps them (FileDescriptorStoreMax=2): a stop of the unit frees them" in daemon.log
+        manager.clear()
+        pass_descriptors(daemon, kept[:passed])
+        daemon.flags["l1_file"] = l1_file
+        daemon.start()
+        assert [manager.next() for _ in range(passed)] == [f"FDSTOREREMOVE=1\nFDNAME={n}" for n in NAMES[:passed]]
+        assert memories(daemon) == left
+    finally:
+        daemon.close()
+        for fd in kept:
+            os.close(fd)
+
+
 def test_l1_is_kept_by_a_restart_with_its_descriptors_and_ends_without_them(manager: Manager) -> None:
     """The test stands in for the service manager, which opens them anew; `test_systemd.py` has a real one."""
     kept: list[int] = []
-
-    def pass_descriptors(daemon: Daemon) -> None:
-        names = "LISTEN_PID=$$ LISTEN_FDS=2 LISTEN_FDNAMES=kvserver-l1:kvserver-l1-state"
-        passed = " ".join(f"{3 + place}<>/proc/{os.getpid()}/fd/{fd}" for place, fd in enumerate(kept))
-        daemon.program = ("sh", "-c", f'{names} exec {KVSERVER} "$@" {passed}', "kvserver")
-
     daemon = Daemon(env={"NOTIFY_SOCKET": manager.address}, l1_file="fdstore:")
     try:
         daemon.start()
         while len(kept) < 2:
             kept += manager.next_with_descriptors()[1]
         prompt, before = store_prompt(daemon), daemon.program
-        pass_descriptors(daemon)
+        pass_descriptors(daemon, kept)
         for _ in range(2):
             restart(daemon)
             assert hits(daemon, prompt) == 3

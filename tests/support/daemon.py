@@ -72,6 +72,7 @@ class Daemon:
             "endpoint": f"ipc://{self.folder}/kv.sock",
             "http_port": 0,
             "l1_size": "64MiB",
+            "l1_huge_pages": "transparent",  # explicit ones are another test's, of the whole machine
             "chunk_tokens": 64,
             "log_level": "info",
             **flags,

@@ -62,7 +62,7 @@ def test_state_that_was_cut_off_is_refused() -> None:
 def test_state_of_another_format_is_refused_with_both_formats() -> None:
     raw = bytearray(encode(state()))
     raw[8] += 1
-    with pytest.raises(StateError, match="format 3, and this daemon has format 2"):
+    with pytest.raises(StateError, match="format 4, and this daemon has format 3"):
         decode(bytes(raw))
 
 
@@ -80,7 +80,7 @@ def test_selected_rows_and_parts_are_those_of_each_column() -> None:
     expected = whole.part(0, 0)
     for row, one in enumerate(rows):
         if chosen[row]:
-            expected = expected.joined(msgspec.structs.replace(one, namespaces=[]))
+            expected = expected.joined(one)
     found = whole.selected(chosen)
     assert [found.keys, found.ends, found.extents] == [expected.keys, expected.ends, expected.extents]
     assert found.chunks == sum(chosen)
@@ -88,6 +88,20 @@ def test_selected_rows_and_parts_are_those_of_each_column() -> None:
     joined = whole.joined(found)
     assert joined.part(whole.chunks, joined.chunks).keys == found.keys
     assert decode(encode(joined)) == joined
+
+
+def test_namespaces_without_rows_are_dropped_when_rows_are_selected_or_joined() -> None:
+    whole = state()
+    of_two = whole.in_namespaces([False, True])
+    assert of_two.namespaces == [TWO]
+    assert set(array("I", of_two.places)) == {0}
+    for _ in range(4):  # daemons that end while these rows wait, and those of the first namespace are to be adopted
+        left = whole.part(0, 0).joined(whole.in_namespaces([True, False])).joined(of_two)
+        assert left.namespaces == [ONE, TWO]
+        assert left.chunks == whole.chunks
+        assert decode(encode(left)) == left
+        whole = left
+        of_two = whole.in_namespaces([False, True])
 
 
 def pages(*objects: list[tuple[int, int]]) -> tuple[bytes, bytes]:
