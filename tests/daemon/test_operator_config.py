@@ -22,6 +22,7 @@ def test_config_shows_every_setting_with_its_value_and_where_it_came_from(make_d
     assert {name: (row["value"], row["source"]) for name, row in table.items()} == {
         "endpoint": (daemon.endpoint, "flag"),
         "l1_size": ("16MiB", "flag"),
+        "l1_huge_pages": ("transparent", "flag"),
         "http_port": (0, "flag"),
         "chunk_tokens": (64, "flag"),
         "log_level": ("info", "flag"),
