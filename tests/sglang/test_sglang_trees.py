@@ -162,7 +162,8 @@ def test_routers_find_pages_by_tokens_with_a_draft_and_beside_states(
     (engine,) = make(kind, 1)
     tokens = [*text(4, (kind, "tokens")), 1]
     engine.compute(tokens)
-    (found,) = daemon.match(model=daemon.status()["instances"][0]["model_name"], tokens=tokens).values()
+    model = daemon.status()["instances"][0]["model_name"]
+    (found,) = wait_until(lambda: daemon.match(model=model, tokens=tokens), what="the engine is described").values()
     assert (found["blocks"], found["l1"]) == (4, 4)
 
 
@@ -177,6 +178,7 @@ def test_kv_of_one_lora_is_not_found_with_another_or_without_one(make: Make, dae
     assert second.load(prompt, extras[1]) == (0, [])
     assert second.load(prompt, extras[2]) == (0, [])
     assert second.load(prompt, extras[0]) == (len(prompt), [])
+    wait_until(lambda: len(daemon.match(block_hashes=hashes(prompt))) == 2, what="the engines are described")
     for extra, pages in zip(extras, (4, 0, 0), strict=True):
         found = daemon.match(block_hashes=hashes(prompt, extra)).values()
         assert [one["l1"] for one in found] == [pages, pages], "routers find them by hashes"

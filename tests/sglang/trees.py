@@ -212,6 +212,7 @@ class Tree:
             rid=f"r{self._requests}", kv=ReqKvInfo(), last_node=None, swa_branching_seqlen=None, session=None
         )
         deadline = time.monotonic() + seconds
+        self.cache.check_hicache_events()  # each pass of a scheduler begins so
         while True:
             found = self.cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens), extra), req=request))
             if found.host_hit_length or time.monotonic() > deadline:
