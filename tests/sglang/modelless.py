@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
-from support.daemon import wait_until
+from support.daemon import Daemon, wait_until
 
 from kvserver.adapters.sglang import KVServerLinker
 
@@ -99,6 +99,13 @@ class Stage:
 
     def next_pass(self) -> None:
         self.tree.check_hicache_events()
+
+    def wait_for_daemon(self, daemon: Daemon) -> None:
+        """Wait until a daemon that was started again has the rank, and the scheduler's messages reach it."""
+        wait_until(
+            lambda: [one for one in daemon.status()["instances"] if one["namespace"]], 20, "the rank is registered"
+        )
+        wait_until(lambda: self.next_pass() or self.linker.cache._dispatcher.usable(), 20, "the scheduler is connected")
 
     def wait_for_stores(self) -> None:
         wait_until(lambda: self.next_pass() or not self.tree.linker.pending_offloads, 20, "the ends of stores")

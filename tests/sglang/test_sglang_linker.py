@@ -181,7 +181,7 @@ def test_what_memory_has_is_found_at_once_and_what_storage_has_by_a_later_match(
     wait_until(lambda: daemon.status()["l2"][0]["objects"] == WHOLE // PAGE, 20, "spilled")
     daemon.terminate()
     daemon.start()
-    wait_until(lambda: engine.next_pass() or [i for i in daemon.status()["instances"] if i["namespace"]], 20, "again")
+    engine.wait_for_daemon(daemon)
     engine.compute(PROMPT[: 4 * PAGE])
     engine.wait_for_stores()
     engine.forget()
