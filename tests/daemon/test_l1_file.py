@@ -157,7 +157,7 @@ def huge_folder(tmp_path: Path) -> Iterator[Path]:
     """A tmpfs that has huge pages on advice."""
     options = "huge=advise,size=64m,mode=700"
     if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "kvs", tmp_path], capture_output=True).returncode:
-        pytest.skip("this user may not mount a tmpfs with huge pages")
+        pytest.skip("no huge pages: this user may not mount a tmpfs with them")
     try:
         yield tmp_path
     finally:
@@ -172,7 +172,7 @@ def test_tmpfs_that_has_huge_pages_on_advice_gives_them_to_l1(make_daemon: Make,
     region = HostRegion(size, fd=fd)
     os.close(fd)
     if not region.populate(0, size) or huge_bytes(os.getpid(), probe) < size:
-        pytest.skip("the kernel has no 32 MiB of huge pages left for a tmpfs")
+        pytest.skip("no huge pages: the kernel has no 32 MiB of them left for a tmpfs")
     del region
     probe.unlink()
 

@@ -47,15 +47,15 @@ def mount(alone: None) -> Iterator[Path]:
     mounted = subprocess.run(["mount", "-t", "hugetlbfs", "-o", "pagesize=2M", "none", folder], capture_output=True)
     if mounted.returncode:
         folder.rmdir()
-        pytest.skip(f"hugetlbfs cannot be mounted: {mounted.stderr.decode().strip()}")
+        pytest.skip(f"no huge pages: hugetlbfs cannot be mounted: {mounted.stderr.decode().strip()}")
     try:
         try:
             COUNT.write_text(str(before + PAGES))
             reserved = True
         except OSError as error:
-            pytest.skip(f"huge pages cannot be reserved: {error}")
+            pytest.skip(f"no huge pages: they cannot be reserved: {error}")
         if int(COUNT.read_text()) < before + PAGES:
-            pytest.skip("the kernel has too few whole huge pages")
+            pytest.skip("no huge pages: the kernel has too few whole ones")
         yield folder
     finally:
         if reserved:

@@ -17,7 +17,7 @@ ALLOWED = {
     r"a simulated GPU has no memory of its own": "Its memory is the host's: what a driver frees at a death is only seen on a GPU.",
     r"a GPU's memory cannot be truncated": "One table of tests covers all devices; the row is the CPU's.",
     r"the owner of GPU memory cannot take it back: .*": "The module runs over the CPU, too, where this happens.",
-    r"no huge pages: .*": "Only root reserves them, for the whole machine.",
+    r"no huge pages: .*": "Only root mounts and reserves them, for the whole machine, while it has whole ones.",
     r"this container forbids mbind": "A container's seccomp filter may; another test covers that a refused policy is reported.",
     r"no routers: .*": "`make test-long` installs them; a test of the long set that is named by hand may be without.",
     r"this kernel has no PR_SET_MDWE": "Linux has it since 6.3.",
