@@ -144,12 +144,12 @@ def all_prompts(seed: int, seconds: float = SECONDS) -> list[Prompt]:
 
 
 def prompts(seed: int, seconds: float = SECONDS) -> list[Prompt]:
-    """Those before the end."""
+    """The prompts of a trace that ends after `seconds`, in order of time."""
     return [prompt for prompt in all_prompts(seed, seconds) if prompt.seconds < seconds]
 
 
 def figures(found: Sequence[Prompt]) -> dict[str, str]:
-    """Of whole sessions; but for hits, subagents are not counted."""
+    """The figures of whole sessions, by name. Subagents count for hits only."""
     own = [prompt for prompt in found if not prompt.subagent]
     sessions: defaultdict[str, list[Prompt]] = defaultdict(list)
     for prompt in own:

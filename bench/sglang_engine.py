@@ -129,7 +129,7 @@ def lanes(
 
 
 class Rates:
-    """What this machine's run measured. `copied`: GB/s of loads through the daemon, from the daemon's own clock."""
+    """Rates that this run has measured. `copied`: GB/s of loads through the daemon, from the daemon's own clock."""
 
     def __init__(self, prefill: float, copied: float) -> None:
         self.prefill, self.copied = prefill, copied

@@ -104,7 +104,7 @@ class RememberedHits:
         return True
 
     def boundaries(self, request_id: str, keys: Sequence[str]) -> Sequence[int]:
-        """As pages(), the numbers of first pages that can be loaded: of an engine with windows or states, not all up to the greatest."""
+        """The numbers of first pages that can be loaded, counted as in pages(). With windows or states that is not every one up to the greatest."""
         asked, pages = self._ask(request_id, keys)
         if not pages or asked is None or asked.question.answer is None:
             return ()

@@ -8,7 +8,8 @@ An end owns the chunks that no other session used, and no end of its own session
 last, and a chunk is superseded exactly when its owner is. A chunk without an owner is shared for good: a request without a session used
 it, or several sessions, or its session did not fit. Every use of a chunk is a use of its prefix. So all chunks before one without an
 owner have none either, and walks from the end of a prompt stop there. They stop at a chunk that left before the chunks behind it, too.
-What is before such a hole leaves in the policy's order.
+What is before such a hole leaves in the policy's order. If the chunk is stored again, the chunks before it stay with the end that they
+had, and may be superseded though the prompt is used: hits are lost, and none is wrong.
 
 Records use at most `RECORD_BYTES` for each chunk in L1, and a chunk has two references more. A session that does not fit gets no record.
 

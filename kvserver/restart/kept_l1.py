@@ -214,7 +214,10 @@ class RestartableL1:
         os.eventfd_write(self._reserved_fd, 1)
 
     def _reserve_more(self) -> bool:
-        """As of L1File. First by a touch, which alone gets the huge pages that a tmpfs has on advice; where it fails, reserving states why."""
+        """Reserve the next part, as L1File does, after a touch: it alone gets the huge pages that a tmpfs has on advice.
+
+        Where the touch fails, reserving raises the reason.
+        """
         first = self._file.reserved_bytes
         self._region.populate(first, min(_TOUCHED_AT_ONCE, self._region.size - first))
         return self._file.reserve_more()

@@ -158,8 +158,7 @@ class L1Lookups:
             looked.tail_keys, looked.chunk_tokens // request.chunk_blocks,
         )  # fmt: skip
         self.bus.publish(ended, len(request.keys) + len(looked.tail_keys))
-        reply = _reply(outcome, fill_chunks=fill_chunks)
-        return self._with_boundaries(looked, reply) if request.boundaries else reply
+        return self._with_boundaries(looked, _reply(outcome, fill_chunks=fill_chunks))
 
 
 def _session(request: Lookup, namespace: bytes) -> SessionKey | None:

@@ -71,7 +71,7 @@ def test_name_of_an_engine_is_short_and_printable_whatever_it_states(
 def test_engine_and_version_do_not_part_engines_that_agree_otherwise(
     make_daemon: MakeDaemon, make_worker: MakeWorker
 ) -> None:
-    """What must agree is in `counted`: these names are for people."""
+    """Names are for people: the fields that must agree are in `counted`."""
     daemon = make_daemon()
     registered(daemon, make_worker, "named", **SGLANG)
     registered(daemon, make_worker, "unnamed")
@@ -120,6 +120,7 @@ def test_what_an_engine_does_not_report_is_null_and_never_zero(
     assert {name: one["requests"][name] for name in OF_ENDS} == dict.fromkeys(OF_ENDS)
     assert one["requests"]["loads"] == 1
     assert one["load"] is None
+    wait_until(lambda: any(name.startswith("kvserver_l0_") for name in series(daemon, "two")), what="its L0 is counted")
     missing = set(series(daemon, "two")) - set(series(daemon, "one"))
     assert "kvserver_prompt_tokens_total" in missing
     assert "kvserver_prefill_seconds_gained_total" in missing

@@ -86,7 +86,7 @@ class Stage:
             self.tree.init_cache_linker(self.linker)
 
     def forget(self, zero: bool = True) -> None:
-        """As SGLang's flush, and zero all KV."""
+        """Empty the cache as SGLang's flush does, and zero all KV."""
         self.tree.reset()
         self.allocator.clear()
         self.next_pass()
@@ -113,14 +113,14 @@ class Stage:
     # ---- what a scheduler does with a request -------------------------------------------------
 
     def request(self, tokens: Sequence[int], rid: str = "") -> Any:
-        """What the tree reads of SGLang's request."""
+        """A stand-in of SGLang's request, with the fields that the tree reads."""
         return SimpleNamespace(
             rid=rid or f"r{next(self._ids)}", key=RadixKey(array("q", tokens)), last_node=None, kv=None, prefix_len=0,
             swa_branching_seqlen=None, session=None, host_hit_length=0,
         )  # fmt: skip
 
     def match(self, request: Any) -> Any:
-        """What SGLang has of the request's prompt, and the linker."""
+        """SGLang's answer: the part of the prompt that its own cache has, and the part that the linker found."""
         found = self.tree.match_prefix(MatchPrefixParams(key=request.key, req=request))
         request.last_node, request.prefix_len = found.last_device_node, found.device_prefix_len
         return found

@@ -73,7 +73,7 @@ def test_engines_of_the_examples_have_different_names() -> None:
 
 
 def test_doctor_reads_the_arguments_of_a_real_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `/server_info` has them: every field of ServerArgs, by name."""
+    """The answer of `/server_info` has every field of ServerArgs, by name."""
     monkeypatch.setattr(ServerArgs, "__post_init__", lambda self: None, raising=False)
     args = prepare_server_args(COMMANDS["compose"])
     names = checks_sglang.Arguments.__struct_fields__

@@ -31,7 +31,7 @@ def key(id: str, salt: bytes = b"") -> SessionKey:
 
 @dataclass
 class Known:
-    """What a plain model knows of a resident chunk. `user`: the only session that used it, None: shared. `last`: its number of that use.
+    """A resident chunk in the plain model. `user`: the only session that used it, None: shared. `last`: its number of that use.
 
     `deletions`: of the session, before that use.
     """
