@@ -134,13 +134,13 @@ class Stage:
         self.tree.insert(InsertParams(key=RadixKey(array("q", tokens)), value=slots))
         return slots
 
-    def compute(self, tokens: Sequence[int], seed: int = 0) -> torch.Tensor:
+    def compute(self, tokens: Sequence[int], seed: int = 0, session_id: str | None = None) -> torch.Tensor:
         """Write KV into new slots, and insert them."""
         slots = self.allocator.alloc(len(tokens))
         source = torch.Generator().manual_seed(seed)
         for tensor in (*self.pool.k_buffer, *self.pool.v_buffer):
             tensor[slots] = torch.randn(len(tokens), *tensor.shape[1:], generator=source).to(tensor.dtype)
-        self.tree.insert(InsertParams(key=RadixKey(array("q", tokens)), value=slots))
+        self.tree.insert(InsertParams(key=RadixKey(array("q", tokens)), value=slots, session_id=session_id))
         return slots
 
     def load(self, request: Any) -> torch.Tensor:
