@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
 
 import pytest
 from support.kv_chunks import Prompt, Witness, prompt, scheduler
@@ -65,8 +64,8 @@ class SGLang:
 
 
 @pytest.fixture
-def world() -> Iterator[SGLang]:
-    yield SGLang()
+def world() -> SGLang:
+    return SGLang()
 
 
 def check(world: SGLang) -> None:
