@@ -99,12 +99,12 @@ class Hub(Subscriber):
                 self._describe(event)
             case ChunksStored():
                 place = event.time_ns, event.namespace, event.group, event.keys
-                self._unannounced += self._store_l1(*place, event.instance_id)
+                self._count(self._store_l1(*place, event.instance_id))
             case ChunksEvicted():
                 number = None if event.group is None else event.group.number
                 self._evict(Tier.L1, event.time_ns, event.namespace, number, _split(event.keys))
             case L2Stored():
-                self._unannounced += self._store_l2(event.time_ns, event.namespace, event.group, event.keys)
+                self._count(self._store_l2(event.time_ns, event.namespace, event.group, event.keys))
             case L2Removed():
                 self._evict(Tier.L2, event.time_ns, event.namespace, event.group, _split(event.keys))
             case L1Cleared() | L2Cleared():
@@ -125,6 +125,10 @@ class Hub(Subscriber):
                 with self._lock:
                     self._pages.forget(event.instance_id)
                     self._publish(ReaderDisconnected, event.time_ns, event.instance_id, event.model_name)
+
+    def _count(self, unannounced: Counter[Unannounced]) -> None:
+        with self._lock:
+            self._unannounced += unannounced
 
     # ---- from any thread ----------------------------------------------------------------------
 
@@ -214,7 +218,9 @@ class Hub(Subscriber):
         for part in _parts(_split(keys)):
             with self._lock:
                 self._hand_over(KeysStored(Tier.L2, namespace, part, group))
+                waiting = self._pages.in_l2(namespace, part, stored=True)
                 without += self._add(Tier.L2, time_ns, namespace, group, part, "", make)
+                without[Unannounced.UNDESCRIBED] -= waiting
         return without
 
     def _announce(
@@ -266,6 +272,8 @@ class Hub(Subscriber):
                 self._hand_over(KeysRemoved(tier, namespace, part, group))
                 if tier is Tier.L1:
                     self._pages.left(namespace, part)
+                else:
+                    self._pages.in_l2(namespace, part, stored=False)
         for number, confirmed in self._confirmed.get(tier, {}).get(namespace, {}).items():
             if number == group or (group is None and number >= 0):
                 confirmed.difference_update(keys)
@@ -276,8 +284,7 @@ class Hub(Subscriber):
     def _clear(self, tier: Tier, time_ns: int, prefix: bytes) -> None:
         with self._lock:
             self._hand_over(KeysCleared(tier, prefix))
-            if tier is Tier.L1:
-                self._pages.cleared(prefix)
+            self._pages.cleared(tier, prefix)
         if tier in self._confirmed:
             kept = {space: keys for space, keys in self._confirmed[tier].items() if not space.startswith(prefix)}
             self._confirmed[tier] = kept
@@ -311,8 +318,7 @@ class Hub(Subscriber):
                 self._confirmed[tier] = {}
                 with self._lock:
                     self._hand_over(KeysCleared(tier, b""))
-                    if tier is Tier.L1:
-                        self._pages.cleared(b"")
+                    self._pages.cleared(tier, b"")
             case ResyncPart.SLICE:
                 if isinstance(event, L1Resynced):
                     self._store_l1(event.time_ns, event.namespace, event.group, event.keys, "")
@@ -355,8 +361,12 @@ class Hub(Subscriber):
                     self._described.expect(place.namespace, place.group.first, place.key, page)
                     places.append(place)
             for (namespace, group), run in groupby(places, key=lambda place: place[:2]):
-                for keys in _parts([place.key for place in run]):
-                    self._announce(Tier.L1, time.monotonic_ns(), namespace, group, keys, instance_id)
+                for of_run in _parts(list(run)):
+                    for tier in Tier:
+                        keys = [place.key for place in of_run if tier is Tier.L1 or place.in_l2]
+                        self._unannounced += self._announce(
+                            tier, time.monotonic_ns(), namespace, group, keys, instance_id
+                        )
 
     # ---- publishing ---------------------------------------------------------------------------
 

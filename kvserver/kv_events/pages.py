@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 from kvserver.cache import GroupObjects
-from kvserver.kv_events.types import Description
+from kvserver.kv_events.types import Description, Tier
 
 _MOST = 8192  # pages that wait for their chunk, and chunks that wait for their page
 _NAME_BYTES = 8  # of a page
@@ -27,6 +27,7 @@ class Place(NamedTuple):
     namespace: bytes
     group: GroupObjects
     key: bytes
+    in_l2: bool = False
 
 
 class Pages:
@@ -75,18 +76,29 @@ class Pages:
                 self._chunks.popitem(last=False)
                 self.undescribed += 1
 
+    def in_l2(self, namespace: bytes, keys: Sequence[bytes], stored: bool) -> int:
+        """A tier of L2 stored the chunks, or has them no longer. Counts those that wait."""
+        found = self._named(namespace, keys)
+        for name, place in found:
+            self._chunks[name] = place._replace(in_l2=stored)
+        return len(found)
+
     def left(self, namespace: bytes, keys: Sequence[bytes]) -> None:
         """Chunks left L1."""
-        for instance_id in self._engines if self._chunks else ():
-            for key in keys:
-                name = instance_id, key[-_NAME_BYTES:]
-                place = self._chunks.get(name)
-                if place is not None and (place.namespace, place.key) == (namespace, key):
-                    del self._chunks[name]
-                    self.undescribed += 1
-
-    def cleared(self, prefix: bytes) -> None:
-        """All chunks in the namespaces whose id begins with `prefix` left L1."""
-        for name in [name for name, place in self._chunks.items() if place.namespace.startswith(prefix)]:
+        for name, _ in self._named(namespace, keys):
             del self._chunks[name]
             self.undescribed += 1
+
+    def _named(self, namespace: bytes, keys: Sequence[bytes]) -> list[tuple[_Name, Place]]:
+        names = [((each, key[-_NAME_BYTES:]), key) for each in self._engines if self._chunks for key in keys]
+        places = [(name, key, self._chunks.get(name)) for name, key in names]
+        return [(name, at) for name, key, at in places if at is not None and (at.namespace, at.key) == (namespace, key)]
+
+    def cleared(self, tier: Tier, prefix: bytes) -> None:
+        """All chunks in the namespaces whose id begins with `prefix` left the tier."""
+        for name, place in [each for each in self._chunks.items() if each[1].namespace.startswith(prefix)]:
+            if tier is Tier.L2:
+                self._chunks[name] = place._replace(in_l2=False)
+            else:
+                del self._chunks[name]
+                self.undescribed += 1

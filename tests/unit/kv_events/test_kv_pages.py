@@ -14,11 +14,14 @@ from kvserver.events import (
     InstanceDisconnected,
     L1Cleared,
     L1Resynced,
+    L2Cleared,
+    L2Removed,
+    L2Stored,
     ResyncPart,
 )
 from kvserver.kv_events import Description, Hub
 from kvserver.kv_events import pages as pages_module
-from kvserver.kv_events.types import KVStored
+from kvserver.kv_events.types import KVStored, Tier
 from kvserver.protocol import SGLANG_HASH, SGLANG_PAIRS_HASH, ObjectGroup
 
 HERE, THERE = b"n" * 32, b"o" * 32
@@ -115,6 +118,20 @@ def test_an_announced_chunk_is_removed_when_it_leaves(world: SGLang) -> None:
     world.hub.describe_pages("engine", pages(TEXT))
     world.evict(*TEXT.keys)
     assert world.announced == []
+
+
+def test_a_late_page_announces_its_chunk_in_the_tiers_that_have_it_then(world: SGLang) -> None:
+    world.store(TEXT)
+    names = b"".join(TEXT.keys)
+    world.hub.handle(L2Stored(7, HERE, names, 0))
+    world.hub.handle(L2Removed(8, HERE, TEXT.keys[0], 0))
+    world.hub.describe_pages("engine", pages(TEXT)[:3])
+    in_l2 = world.witness.tiers[Tier.L2][()]
+    assert (world.announced, [key for _, key in in_l2]) == (TEXT.keys[:3], TEXT.keys[1:3])
+    world.hub.handle(L2Cleared(9, b""))
+    world.hub.describe_pages("engine", pages(TEXT)[3:])
+    assert (world.announced, [*in_l2]) == (TEXT.keys, [])
+    assert world.undescribed == 0
 
 
 def test_another_engines_pages_describe_nothing_of_this_ones(world: SGLang) -> None:
