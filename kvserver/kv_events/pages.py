@@ -67,7 +67,7 @@ class Pages:
         return place
 
     def wait(self, instance_id: str, namespace: bytes, group: GroupObjects, keys: Sequence[bytes]) -> None:
-        """These chunks are in L1 and wait for their pages."""
+        """Chunks in L1 that wait for their pages from now on."""
         for key in keys:
             name = instance_id, key[-_NAME_BYTES:]
             self.undescribed += name in self._chunks  # of another namespace
