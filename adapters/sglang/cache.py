@@ -30,7 +30,7 @@ from kvserver.adapters.sglang.keys import keys_of, packed
 from kvserver.adapters.sglang.loads import LoadEnd, load
 from kvserver.adapters.sglang.registration import CHUNK_PAGES
 from kvserver.adapters.sglang.settings import SGLangSettings
-from kvserver.protocol import SGLANG_HASH, SGLANG_PAIRS_HASH, DescribeScheduler, HelloReply, Lookup
+from kvserver.protocol import MAX_SESSION_ID, SGLANG_HASH, SGLANG_PAIRS_HASH, DescribeScheduler, HelloReply, Lookup
 
 _SHUT_SECONDS = 1.0
 
@@ -155,14 +155,15 @@ class RankCache:
 
     # ---- stores -------------------------------------------------------------------------------
 
-    def store(self, parts: list[Part]) -> bool:
-        """Begin a store; False if there is no daemon to store in."""
+    def store(self, parts: list[Part], session_id: str = "") -> bool:
+        """Begin a store; False if there is no daemon to store in. SGLang states no salt: requests of all salts with one name are one session."""
         self._budget.computed(len(parts[0].rows))
         numbers = [self._next_copy() for _ in parts]
         specs = [
             StoreSpec(
                 number, f"store-{numbers[0]}", self._epochs.variant, CHUNK_PAGES, packed(part.keys),
                 pack_blocks(part.rows), group=part.group, durability=self._epochs.durability, step=numbers[0],
+                session_id=session_id if len(session_id) <= MAX_SESSION_ID else "",
             )
             for number, part in zip(numbers, parts, strict=True)
         ]  # fmt: skip

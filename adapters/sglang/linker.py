@@ -173,7 +173,7 @@ class Linker(UnifiedCacheLinker):  # type: ignore[misc]
     # ---- stores -------------------------------------------------------------------------------
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
-        begun = self._store(transfers)
+        begun = self._store(transfers, session_id or "")
         if self._ranks.least([begun]) == [True]:
             return True
         if begun and self.cache is not None:
@@ -181,8 +181,8 @@ class Linker(UnifiedCacheLinker):  # type: ignore[misc]
         return False
 
     @fenced(False)
-    def _store(self, cache: RankCache, transfers: list[PoolTransfer]) -> bool:
-        return cache.store(self._parts(transfers))
+    def _store(self, cache: RankCache, transfers: list[PoolTransfer], session_id: str) -> bool:
+        return cache.store(self._parts(transfers), session_id)
 
     def num_completed_offloads(self) -> int:
         """SGLang's first call in each pass of its scheduler."""

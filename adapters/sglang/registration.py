@@ -21,7 +21,7 @@ from kvserver.adapters.sglang.identity import SGLangIdentity, arguments_identity
 from kvserver.adapters.sglang.pools import KVPool, object_groups, read_addresses_again
 from kvserver.adapters.sglang.ranks import Ranks
 from kvserver.adapters.sglang.settings import SGLangSettings
-from kvserver.protocol import BLOCKS, MOST_ENGINE, REQUESTS, HelloReply, RegisterWorker, block_bytes, planes_of
+from kvserver.protocol import MOST_ENGINE, UNREPORTED, HelloReply, RegisterWorker, block_bytes, planes_of
 
 CHUNK_PAGES = (
     1  # a linker is not told where in the prompt its keys begin, so chunks of several pages could not be aligned
@@ -76,7 +76,7 @@ class PoolRegistration:
                 counted=self._whole_identity.fields(),
                 private=self._whole_identity.private,
                 machine_only=self._whole_identity.machine_only,
-                unreported=(REQUESTS, BLOCKS),  # no end of a request and no block of the pool reaches a linker
+                unreported=tuple(sorted(UNREPORTED)),  # none of it reaches a linker
                 engine="sglang",
                 engine_version=sglang.__version__[:MOST_ENGINE],
             )

@@ -18,7 +18,7 @@ from msgspec.structs import asdict
 
 from kvserver.cli import http_client
 from kvserver.cli.terminal import columns, show
-from kvserver.protocol import BLOCKS, REQUESTS
+from kvserver.protocol import BLOCKS, REQUESTS, SESSIONS, STATS
 from kvserver.protocol.status import (
     DaemonStatus,
     GpuStatus,
@@ -39,7 +39,12 @@ SERVING = {
     "stores-off": "lookups find chunks, no store is taken",
     "off": "no lookup finds a chunk, no store is taken; engines run without cache",
 }
-_UNREPORTED = {BLOCKS: "blocks of L0", REQUESTS: "prompt tokens by source"}
+_UNREPORTED = {
+    BLOCKS: "blocks of L0",
+    REQUESTS: "prompt tokens by source",
+    SESSIONS: "sessions of lookups",
+    STATS: "running and waiting requests",
+}
 _NAMES = {"l0": "L0", "l1": "L1", "l2": "L2", "computed": "computed"}
 
 
@@ -247,7 +252,7 @@ def _row(instance: InstanceStatus, sources: Sequence[str]) -> tuple[str, ...]:
 def not_reported(instances: Sequence[InstanceStatus]) -> list[str]:
     """A line for each engine that does not report everything."""
     return [
-        f"{one.instance_id}: {' and '.join(_UNREPORTED.get(what, what) for what in one.unreported)}: not reported by this engine"
+        f"{one.instance_id}: {', '.join(_UNREPORTED.get(what, what) for what in one.unreported)}: not reported by this engine"
         for one in instances
         if one.unreported
     ]

@@ -60,6 +60,9 @@ class EngineStats:
         self._front_ends[report.front_end] = _FrontEnd(report, now, rates)
         return growth
 
+    def has_report(self, incarnation: str) -> bool:
+        return bool(self._of_incarnation(incarnation))
+
     def status(self, incarnation: str, now: float) -> EngineStatus | None:
         """Stats of the last reports; `stale` if these are old. None if this incarnation has not reported."""
         front_ends = self._of_incarnation(incarnation).values()

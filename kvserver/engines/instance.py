@@ -15,7 +15,7 @@ from kvserver.engines.report_sync import ReportSync
 from kvserver.engines.worker import Worker
 from kvserver.events import InstanceDescribed
 from kvserver.l2 import Coverage, coverages_of
-from kvserver.protocol import BLOCKS, REQUESTS, DescribeScheduler, Durability
+from kvserver.protocol import BLOCKS, REQUESTS, STATS, DescribeScheduler, Durability
 from kvserver.telemetry import LoadWaits
 
 _MAX_VARIANTS = 4096  # per instance, remembered digests
@@ -45,7 +45,7 @@ class Instance:
     incarnation: str
     model_name: str
     world_size: int
-    states_unreported: frozenset[str] = frozenset()  # of REQUESTS, BLOCKS, as its first worker stated
+    states_unreported: frozenset[str] = frozenset()  # as its first worker stated
     workers: dict[int, Worker] = field(default_factory=dict)
     namespace: bytes | None = None
     last_namespace: bytes | None = None  # also after a rank left
@@ -91,9 +91,13 @@ class Instance:
 
     @property
     def unreported(self) -> frozenset[str]:
-        """The parts, of REQUESTS and BLOCKS, that the engine does not report, as it stated, and has not reported."""
-        reported = {REQUESTS} if self.counts.ended_requests else set()
-        return self.states_unreported - reported - ({BLOCKS} if self.reports.source else set())
+        """The parts that the engine does not report, as it stated, and has not reported."""
+        reported = {
+            REQUESTS: self.counts.ended_requests > 0,
+            BLOCKS: bool(self.reports.source),
+            STATS: self.engine_stats.has_report(self.incarnation),
+        }
+        return frozenset(part for part in self.states_unreported if not reported.get(part))
 
     @property
     def ranks_text(self) -> str:

@@ -15,10 +15,9 @@ from kvserver.engines.instance import Instance, PrefillSpeeds
 from kvserver.engines.lifeline import Lifeline
 from kvserver.engines.worker import Worker
 from kvserver.protocol import (
-    BLOCKS,
     DEPARTED_SECONDS,
     MOST_DEPARTED,
-    REQUESTS,
+    UNREPORTED,
     ErrorCode,
     KVServerError,
     RegisterWorker,
@@ -73,7 +72,7 @@ class Instances:
                 spec.incarnation,
                 spec.model_name,
                 spec.world_size,
-                frozenset(spec.unreported) & {REQUESTS, BLOCKS},
+                frozenset(spec.unreported) & UNREPORTED,
                 speeds=self._speeds,
             )
             before = self.departed.pop((spec.instance_id, spec.model_name), None)

@@ -8,16 +8,17 @@ objects a SLICE or a store names, and at END removes all others. L2 may have mil
 are described.
 
 Owns: the numbers of KV events, and what a resync has named. Refuses to know: the observers, and what they do; how objects are
-described (`described`). A subscriber of the bus: it runs in the bus's thread. Any thread may call snapshots, `status()` and
-`families()`.
+described (`described`). A subscriber of the bus: it runs in the bus's thread. Any thread may call snapshots, `describe_pages()`,
+`status()` and `families()`.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, islice
+from itertools import chain, groupby, islice
 from typing import Any, TypeAlias, TypeVar, get_args
 
 from kvserver.cache import GroupObjects, split_keys
@@ -39,8 +40,10 @@ from kvserver.events import (
 )
 from kvserver.kv_events.described import Described, Unannounced
 from kvserver.kv_events.descriptions import describe
+from kvserver.kv_events.pages import Pages, Place
 from kvserver.kv_events.types import (
     MOST_CHUNKS,
+    Description,
     DirectEvent,
     KeysCleared,
     KeysRemoved,
@@ -53,6 +56,7 @@ from kvserver.kv_events.types import (
     ReaderDisconnected,
     Tier,
 )
+from kvserver.protocol import SGLANG_HASH
 from kvserver.protocol.kv_status import KVEventsStatus
 from kvserver.telemetry import Family, Kind, Metric, families_of
 
@@ -80,6 +84,8 @@ class Hub(Subscriber):
         self._lock = threading.Lock()  # of all below; `hand_over` is called under it
         self._number = 0
         self._described = Described(memory_bytes)
+        self._pages = Pages()
+        self.reads_pages = False  # engines' own events are read for descriptions; set before the first event
         # Named since BEGIN, by tier, namespace and group; of tiers whose resync runs.
         self._confirmed: dict[Tier, dict[bytes, dict[int, set[bytes]]]] = {}
         self._readers: set[str] = set()
@@ -93,12 +99,12 @@ class Hub(Subscriber):
                 self._describe(event)
             case ChunksStored():
                 place = event.time_ns, event.namespace, event.group, event.keys
-                self._unannounced += self._store_l1(*place, event.instance_id)
+                self._count(self._store_l1(*place, event.instance_id))
             case ChunksEvicted():
                 number = None if event.group is None else event.group.number
                 self._evict(Tier.L1, event.time_ns, event.namespace, number, _split(event.keys))
             case L2Stored():
-                self._unannounced += self._store_l2(event.time_ns, event.namespace, event.group, event.keys)
+                self._count(self._store_l2(event.time_ns, event.namespace, event.group, event.keys))
             case L2Removed():
                 self._evict(Tier.L2, event.time_ns, event.namespace, event.group, _split(event.keys))
             case L1Cleared() | L2Cleared():
@@ -110,12 +116,19 @@ class Hub(Subscriber):
                 scheduler = event.description
                 self._readers.add(scheduler.instance_id)
                 with self._lock:
+                    if self.reads_pages and scheduler.hash_algorithm == SGLANG_HASH and len(event.object_groups) <= 1:
+                        self._pages.follow(scheduler.instance_id)
                     shape = event.chunk_blocks, event.block_tokens, event.object_groups
                     self._publish(ReaderConnected, event.time_ns, scheduler, event.namespace_prefix, *shape)
             case InstanceDisconnected() if event.instance_id in self._readers:
                 self._readers.remove(event.instance_id)
                 with self._lock:
+                    self._pages.forget(event.instance_id)
                     self._publish(ReaderDisconnected, event.time_ns, event.instance_id, event.model_name)
+
+    def _count(self, unannounced: Counter[Unannounced]) -> None:
+        with self._lock:
+            self._unannounced += unannounced
 
     # ---- from any thread ----------------------------------------------------------------------
 
@@ -151,7 +164,10 @@ class Hub(Subscriber):
             events=self._number,
             described_chunks=self._described.count,
             state_bytes=self._described.bytes,
-            unannounced={reason.value: self._unannounced[reason] for reason in Unannounced},
+            unannounced={
+                reason.value: self._unannounced[reason] + self._pages.undescribed * (reason is Unannounced.UNDESCRIBED)
+                for reason in Unannounced
+            },
             recounts=self._resyncs,
         )
 
@@ -169,8 +185,19 @@ class Hub(Subscriber):
             with self._lock:
                 fresh = self._confirm_l1(namespace, group.number, part)
                 self._hand_over(KeysStored(Tier.L1, namespace, fresh, group.number))
-                without += self._announce(Tier.L1, time_ns, namespace, group, part, instance_id)
+                if instance_id in self._pages:
+                    self._expect_pages(namespace, group, part, instance_id)
+                found = self._announce(Tier.L1, time_ns, namespace, group, part, instance_id)
+                if instance_id in self._pages and found.pop(Unannounced.UNDESCRIBED, 0):
+                    described = self._described.objects(Tier.L1, namespace, group.number)
+                    self._pages.wait(instance_id, namespace, group, [key for key in part if key not in described])
+                without += found
         return without
+
+    def _expect_pages(self, namespace: bytes, group: GroupObjects, keys: Sequence[bytes], instance_id: str) -> None:
+        for key in keys:
+            if (page := self._pages.page_of(instance_id, key)) is not None:
+                self._described.expect(namespace, group.first, key, page)
 
     def _confirm_l1(self, namespace: bytes, group: int, keys: Sequence[bytes]) -> Sequence[bytes]:
         """The keys that were not handed over as stored since BEGIN; all of them if no resync runs."""
@@ -191,7 +218,9 @@ class Hub(Subscriber):
         for part in _parts(_split(keys)):
             with self._lock:
                 self._hand_over(KeysStored(Tier.L2, namespace, part, group))
+                waiting = self._pages.in_l2(namespace, part, stored=True)
                 without += self._add(Tier.L2, time_ns, namespace, group, part, "", make)
+                without[Unannounced.UNDESCRIBED] -= waiting
         return without
 
     def _announce(
@@ -241,6 +270,10 @@ class Hub(Subscriber):
         for part in _parts(keys):
             with self._lock:
                 self._hand_over(KeysRemoved(tier, namespace, part, group))
+                if tier is Tier.L1:
+                    self._pages.left(namespace, part)
+                else:
+                    self._pages.in_l2(namespace, part, stored=False)
         for number, confirmed in self._confirmed.get(tier, {}).get(namespace, {}).items():
             if number == group or (group is None and number >= 0):
                 confirmed.difference_update(keys)
@@ -251,6 +284,7 @@ class Hub(Subscriber):
     def _clear(self, tier: Tier, time_ns: int, prefix: bytes) -> None:
         with self._lock:
             self._hand_over(KeysCleared(tier, prefix))
+            self._pages.cleared(tier, prefix)
         if tier in self._confirmed:
             kept = {space: keys for space, keys in self._confirmed[tier].items() if not space.startswith(prefix)}
             self._confirmed[tier] = kept
@@ -284,6 +318,7 @@ class Hub(Subscriber):
                 self._confirmed[tier] = {}
                 with self._lock:
                     self._hand_over(KeysCleared(tier, b""))
+                    self._pages.cleared(tier, b"")
             case ResyncPart.SLICE:
                 if isinstance(event, L1Resynced):
                     self._store_l1(event.time_ns, event.namespace, event.group, event.keys, "")
@@ -316,6 +351,22 @@ class Hub(Subscriber):
                 for tier, group, keys in held:
                     late = [key for key, _ in part if key in keys]
                     self._announce(tier, event.time_ns, event.namespace, group, late, event.instance_id)
+
+    def describe_pages(self, instance_id: str, pages: Sequence[Description]) -> None:
+        """Describe the chunks of these pages, which the engine's own events name. From any thread."""
+        with self._lock:
+            places: list[Place] = []
+            for page in pages:
+                if (place := self._pages.chunk_of(instance_id, page)) is not None:
+                    self._described.expect(place.namespace, place.group.first, place.key, page)
+                    places.append(place)
+            for (namespace, group), run in groupby(places, key=lambda place: place[:2]):
+                for of_run in _parts(list(run)):
+                    for tier in Tier:
+                        keys = [place.key for place in of_run if tier is Tier.L1 or place.in_l2]
+                        self._unannounced += self._announce(
+                            tier, time.monotonic_ns(), namespace, group, keys, instance_id
+                        )
 
     # ---- publishing ---------------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ CLOSE_SECONDS = 2.0  # to handle queued events; the same again for close()
 
 
 class Observers:
-    """Observers of KV events. REQUIRES: start() at most once, close() once; one thread calls hand_over() and tick()."""
+    """Observers of KV events. REQUIRES: start() at most once, close() once; no two calls of hand_over() at once; one thread calls tick()."""
 
     def __init__(
         self,

@@ -25,6 +25,7 @@ from kvserver.kv_events.stream import BATCH_SECONDS, Stream, StreamOptions
 from kvserver.kv_events.stream_sockets import StreamSockets
 from kvserver.kv_events.types import Description, KVEvent, KVRemoved, KVStored, ObserverContext, ReaderConnected, Tier
 from kvserver.kv_events.wire import Form, Groups
+from kvserver.protocol import SGLANG_HASHES
 from kvserver.protocol.kv_status import PublisherStatus, StreamStatus
 from kvserver.telemetry import Family, Kind, Metric, families_of
 
@@ -134,7 +135,8 @@ class ZmqPublisher:
 
     def _reader_connected(self, event: ReaderConnected) -> None:
         scheduler = event.scheduler
-        form: Form = scheduler.hash_form or "int"  # vLLM's own default
+        of_sglang = scheduler.hash_algorithm in SGLANG_HASHES
+        form: Form = "signed" if of_sglang else scheduler.hash_form or "int"  # vLLM's own default
         name = (scheduler.model_name, form)
         if self._instances.get(scheduler.instance_id, name) != name:
             self._reader_disconnected(scheduler.instance_id)

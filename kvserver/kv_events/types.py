@@ -172,7 +172,7 @@ class KVEventObserver(Protocol):
 
 
 class DirectObserver(Protocol):
-    """Observer of the daemon's own, called in the hub's thread; it may have the same two methods."""
+    """Observer of the daemon's own, called by one thread at a time; it may have the same two methods."""
 
     def observe(self, event: DirectEvent) -> None: ...
 

@@ -1,5 +1,7 @@
 """Encodes KV events as vLLM 0.32 does (vllm/distributed/kv_events.py), for consumers of vLLM's events.
 
+The form "signed" is SGLang 0.5.23's, whose maps have the same names: its integers, and its names of media.
+
 An event is a msgpack map, or an array with the tag first as until vLLM 0.25. A batch is an array in both formats.
 Maps have no field that vLLM has not: vllm-router 0.1.17 drops a batch with one.
 
@@ -20,12 +22,13 @@ from kvserver.kv_events.types import Description, Members, Tier
 from kvserver.protocol import KVGroup
 
 Form = Literal[
-    "bytes", "int", "hex"
-]  # of a hash: whole; the last 8 bytes as an unsigned big-endian integer; whole, in hexadecimal for JSON
+    "bytes", "int", "hex", "signed"
+]  # of a hash: whole; the last 8 bytes as an unsigned big-endian integer; whole, in hexadecimal for JSON; the integer signed, of SGLang's
 Groups: TypeAlias = tuple[
     tuple[int, KVGroup], ...
 ]  # the engine's KV cache groups, with the number that events give each
 _MAIN_KINDS = ("full_attention", "mla_attention", "sink_full_attention")
+_SGLANG_MEDIA = {Tier.L1: "CPU_PINNED", Tier.L2: "DISK"}
 _EXTRA_KEYS = msgspec.msgpack.Decoder(list[list[Any] | None])
 _encoder = msgspec.msgpack.Encoder()
 
@@ -101,7 +104,7 @@ def stored_events(
             token_ids=tokens,
             block_size=chunk.block_tokens,
             lora_id=None,
-            medium=tier.value,
+            medium=_medium(tier, form),
             lora_name=chunk.lora_name or None,
             extra_keys=extra_keys,
             group_idx=index,
@@ -126,8 +129,8 @@ class Writer:
 
     def removed(self, hashes: bytes, hash_bytes: int, tier: Tier, groups: Groups, members: Members = ()) -> list[bytes]:
         named = _hashes(hashes, hash_bytes, self._form)
-        kind, locality = self._removed, _locality(self._removed, tier)
-        return [_encoder.encode(kind(named, tier.value, index, **locality)) for index, _ in numbered(groups, members)]
+        kind, locality, medium = self._removed, _locality(self._removed, tier), _medium(tier, self._form)
+        return [_encoder.encode(kind(named, medium, index, **locality)) for index, _ in numbered(groups, members)]
 
 
 def batch(time: float, events: list[bytes], rank: int) -> bytes:
@@ -151,14 +154,18 @@ def numbered(groups: Groups, members: Members) -> Sequence[tuple[int | None, KVG
     return groups or [(None, None)]
 
 
+def _medium(tier: Tier, form: Form) -> str:
+    return _SGLANG_MEDIA[tier] if form == "signed" else tier.value
+
+
 def _locality(kind: type[msgspec.Struct], tier: Tier) -> dict[str, str]:
     return {"locality": "LOCAL"} if tier is Tier.L1 and "locality" in kind.__struct_fields__ else {}
 
 
 def _hashes(packed: bytes, hash_bytes: int, form: Form) -> list[Any]:
     whole = [packed[at : at + hash_bytes] for at in range(0, len(packed), hash_bytes)]
-    if form == "int":
-        return [int.from_bytes(name[-8:], "big") for name in whole]
+    if form in ("int", "signed"):
+        return [int.from_bytes(name[-8:], "big", signed=form == "signed") for name in whole]
     return [name.hex() for name in whole] if form == "hex" else whole
 
 

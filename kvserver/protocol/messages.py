@@ -58,6 +58,9 @@ MOST_MESSAGE_BYTES = 4 << 20  # clients split far below; a larger message gets a
 
 REQUESTS = "requests"  # RegisterWorker.unreported: ends of requests, and so prompt tokens by source
 BLOCKS = "blocks"  # RegisterWorker.unreported: the block pool, L0
+STATS = "stats"  # RegisterWorker.unreported: running and waiting requests
+SESSIONS = "sessions"  # RegisterWorker.unreported: the session of a lookup; stores name theirs
+UNREPORTED = frozenset({REQUESTS, BLOCKS, STATS, SESSIONS})
 MOST_ENGINE = 64  # characters of an engine's name or version that are shown
 
 GpuUuid = Annotated[str, Meta(pattern="^(GPU|MIG)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")]
@@ -152,7 +155,7 @@ class RegisterWorker(Message):
     machine_only: Text = ""  # why its KV must stay on this machine, though it may outlive the engine; "" if it need not
     engine: Label = ""  # for people: "vllm", "sglang"; "" of older adapters
     engine_version: Label = ""
-    unreported: Annotated[tuple[Label, ...], Meta(max_length=16)] = ()  # of REQUESTS, BLOCKS: what it will never report
+    unreported: Annotated[tuple[Label, ...], Meta(max_length=16)] = ()  # of UNREPORTED: what it will never report
     # Blocks of each object group, where an engine has a pool of its own for each, with its own ids; (): num_blocks of each.
     group_blocks: Annotated[tuple[Positive, ...], Meta(max_length=MAX_OBJECT_GROUPS)] = ()
 
@@ -195,7 +198,9 @@ class Lookup(ArrayMessage):
     tail_keys: Keys = b""  # of the whole blocks behind the last chunk of `keys`, which may then be empty
     durability: Durability = Durability.PROCESS  # of the variant
     boundaries: bool = False  # whether the reply should have `boundaries`
-    session_id: SessionId | None = ""  # "": the request has none; None: this engine's lookups do not carry it
+    session_id: SessionId | None = (
+        ""  # "": none, or it is not known, so what is found is shared; None: nothing is stated, and nothing becomes shared
+    )
     session_salt: SaltDigest | None = None  # of the request's cache salt, if it has one; a session is of one salt
 
 

@@ -185,7 +185,7 @@ class InstanceStatus(Struct, frozen=True, kw_only=True):
     world_size: int = 0
     l0_source: str = ""
     l0: L0Status | None = L0Status()  # None: the engine does not report its blocks
-    unreported: list[str] = []  # "requests", "blocks": what the engine does not report
+    unreported: list[str] = []  # "requests", "blocks", "stats", "sessions": what the engine does not report
     workers: list[WorkerStatus] = []
     prefill_tokens_per_second: float = 0.0
     block_tokens: int = 0

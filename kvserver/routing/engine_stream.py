@@ -11,11 +11,12 @@ Owns: the sequence, and lost batches. Refuses to know: sockets.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvserver._native import PrefixIndex
+from kvserver.kv_events import Description
 from kvserver.protocol.kv_status import EngineEventsStatus
-from kvserver.routing.engine_wire import Change, EngineBatch, decode
+from kvserver.routing.engine_wire import Change, EngineBatch, decode, pages_of
 
 FOLLOWING = ("waiting", "complete", "incomplete")  # the states of a stream that is being read
 
@@ -53,8 +54,14 @@ class EngineBlocks:
 
 
 class EngineStream:
-    def __init__(self, blocks: EngineBlocks, groups: Sequence[int]) -> None:
-        """`groups`: the KV cache groups whose blocks are read, one for each owner of `blocks`."""
+    def __init__(
+        self,
+        blocks: EngineBlocks,
+        groups: Sequence[int],
+        describe: Callable[[list[Description]], None] | None = None,
+    ) -> None:
+        """`groups`: the KV cache groups whose blocks are read, one for each owner of `blocks`. `describe` receives SGLang's pages."""
+        self._describe = describe
         self._blocks = blocks
         self._groups = groups
         self._last: int | None = None
@@ -90,6 +97,8 @@ class EngineStream:
             self._lose()
         else:
             self._apply_changes(batch)
+            if self._describe is not None and (pages := pages_of(payload)):
+                self._describe(pages)
         return True
 
     def _apply_changes(self, batch: EngineBatch) -> None:

@@ -9,13 +9,17 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import time
+from collections.abc import Callable
+from functools import partial
+from typing import TypeAlias
 from urllib.parse import urlsplit
 
 import zmq
 from msgspec.structs import replace
 
 from kvserver._native import PrefixIndex
-from kvserver.protocol import DescribeScheduler
+from kvserver.kv_events import Description
+from kvserver.protocol import SGLANG_HASH, DescribeScheduler
 from kvserver.protocol.kv_status import EngineEventsStatus
 from kvserver.routing.engine_stream import EngineBlocks, EngineStream
 
@@ -28,6 +32,7 @@ _REPLAY_EVERY_SECONDS = 1.0
 _NUMBER_BYTES = 8
 _REPLAY_END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
 Socket = zmq.Socket[bytes]
+DescribePages: TypeAlias = Callable[[str, list[Description]], None]  # of the instance
 
 
 def unreadable(endpoint: str) -> str:
@@ -54,14 +59,19 @@ class EngineSubscription:
         index: PrefixIndex,
         scheduler: DescribeScheduler,
         members: tuple[int, ...] = (),
+        describe: DescribePages | None = None,
     ) -> None:
-        """`members`: a KV cache group of each object group; (): there is one object group. NoOwner if the index has too few."""
+        """`members`: a KV cache group of each object group; (): there is one object group. `describe` receives the pages of such an
+        SGLang. NoOwner if the index has too few.
+        """
         self.scheduler, self.members = scheduler, members
         self.failure = ""
         kinds = [group.kind for group in scheduler.groups]
         groups = members or (kinds.index("full_attention") if "full_attention" in kinds else 0,)
         self.blocks = EngineBlocks(index, len(groups))
-        self._stream = EngineStream(self.blocks, groups)
+        of_sglang = not members and scheduler.hash_algorithm == SGLANG_HASH
+        pages = partial(describe, scheduler.instance_id) if describe is not None and of_sglang else None
+        self._stream = EngineStream(self.blocks, groups, pages)
         self._context = context
         self._topic = scheduler.events_topic.encode()
         self._replay_endpoint = scheduler.events_replay_endpoint

@@ -1,22 +1,29 @@
 """Decodes vLLM's KV events of GPU memory: maps from 0.26 on, arrays up to 0.25.
 
 Only blocks in GPU memory are read (`medium` GPU or none). Of each object group only the blocks of one KV cache group are read:
-the others have as many. Unused fields, token ids above all, are skipped undecoded.
+the others have as many. Unused fields, token ids above all, are skipped undecoded, unless SGLang's pages are read (`pages_of`).
 
 Owns: which events and fields are read. Refuses to know: sequences, sockets, and what is done with the blocks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from itertools import pairwise
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
-from msgspec import Raw
+from msgspec import Meta, Raw
+
+from kvserver.kv_events import Description
+from kvserver.protocol import MAX_SESSION_ID, TOKEN_BYTES
 
 _LAST_8 = (1 << 64) - 1
+_NAME = 8  # bytes of a block's name
 _NOTHING = Raw()
 Hashes: TypeAlias = list[bytes | int] | None
 
@@ -71,6 +78,19 @@ class _ClearedArray(msgspec.Struct, tag="AllBlocksCleared", array_like=True):
     pass
 
 
+class _Page(msgspec.Struct, tag="BlockStored"):
+    """SGLang's. Token ids that are pairs are not decoded."""
+
+    block_hashes: list[int]
+    token_ids: list[Annotated[int, Meta(ge=0, lt=1 << 32)]]
+    block_size: Annotated[int, Meta(gt=0)]
+    parent_block_hash: int | None = None
+    medium: str | None = None
+    cache_salt: str | None = None
+    session_id: str | None = None
+    lora_name: str | None = None
+
+
 class _Batch(msgspec.Struct, array_like=True):
     ts: float
     events: list[Raw]
@@ -79,6 +99,7 @@ class _Batch(msgspec.Struct, array_like=True):
 _batches = msgspec.msgpack.Decoder(_Batch)
 _maps = msgspec.msgpack.Decoder(_Stored | _Removed | _Cleared)
 _arrays = msgspec.msgpack.Decoder(_StoredArray | _RemovedArray | _ClearedArray)
+_pages = msgspec.msgpack.Decoder(_Page | _Removed | _Cleared)
 _UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 
 
@@ -95,6 +116,33 @@ def decode(payload: bytes, groups: Sequence[int]) -> EngineBatch | None:
         except _UNREADABLE:
             batch.malformed += 1
     return batch
+
+
+def pages_of(payload: bytes) -> list[Description]:
+    """The pages of SGLang's GPU memory that a batch describes. Of a salt or a LoRA SGLang publishes other hashes than its keys."""
+    found: list[Description] = []
+    with contextlib.suppress(*_UNREADABLE):
+        for raw in _batches.decode(payload).events:
+            with contextlib.suppress(*_UNREADABLE):
+                event = _pages.decode(raw)
+                if isinstance(event, _Page) and event.medium in (None, "GPU"):
+                    found += _described(event)
+    return found
+
+
+def _described(event: _Page) -> list[Description]:
+    size, names = event.block_size, _last_bytes([*event.block_hashes])
+    if event.cache_salt or event.lora_name or len(event.token_ids) != size * len(event.block_hashes):
+        return []
+    session = event.session_id if event.session_id and len(event.session_id) <= MAX_SESSION_ID else ""
+    tokens = array("I", event.token_ids).tobytes()
+    parents = _last_bytes([event.parent_block_hash] if event.parent_block_hash is not None else [])
+    chain = [parents, *(names[at : at + _NAME] for at in range(0, len(names), _NAME))]
+    width = size * TOKEN_BYTES
+    return [
+        Description(_NAME, name, parent, tokens[at * width : (at + 1) * width], size, session_id=session)
+        for at, (parent, name) in enumerate(pairwise(chain))
+    ]
 
 
 def _changes(raw: Raw, groups: Sequence[int]) -> list[tuple[Change, int, bytes]]:

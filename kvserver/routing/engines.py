@@ -22,7 +22,7 @@ from kvserver._native import PrefixIndex
 from kvserver.protocol import DescribeScheduler
 from kvserver.protocol.kv_status import EngineEventsStatus
 from kvserver.routing.engine_stream import NoOwner
-from kvserver.routing.engine_subscription import EngineSubscription, Socket, unreadable
+from kvserver.routing.engine_subscription import DescribePages, EngineSubscription, Socket, unreadable
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +39,7 @@ class EngineEvents:
 
     def __init__(self, index: PrefixIndex) -> None:
         self._index = index
+        self.describe: DescribePages | None = None  # set before the first engine is followed
         self._subscriptions: dict[str, EngineSubscription] = {}  # changed by the thread only
         self._refused: dict[str, str] = {}
         self._without_owners: dict[str, _Described] = {}  # until the index has free ones; changed by the thread only
@@ -149,7 +150,7 @@ class EngineEvents:
     def _subscribe(self, context: zmq.Context[Socket], scheduler: DescribeScheduler, members: tuple[int, ...]) -> None:
         name, at = scheduler.instance_id, scheduler.events_endpoint
         try:
-            subscription = EngineSubscription(context, self._index, scheduler, members)
+            subscription = EngineSubscription(context, self._index, scheduler, members, self.describe)
         except NoOwner:
             if name not in self._without_owners:
                 log.warning(

@@ -33,6 +33,7 @@ from kvserver.protocol import KEY_BYTES
 from kvserver.protocol.kv_status import EngineEventsStatus, IndexStatus
 from kvserver.routing.boundaries import has_boundaries, hit_units, unit_tokens
 from kvserver.routing.engine_stream import FOLLOWING
+from kvserver.routing.engine_subscription import DescribePages
 from kvserver.routing.engines import EngineEvents
 from kvserver.telemetry import Family, Kind, Metric, families_of
 
@@ -80,6 +81,10 @@ class KVIndex:
         self._has_tails = False  # single blocks were stored once
         self._dropped_prefixes = 0
         self._ownerless_chunks = 0  # stored while the index had no free owner, or no room for L2
+
+    def read_pages(self, describe: DescribePages) -> None:
+        """Hand the pages that engines' own events describe to `describe`. REQUIRES: before the first event."""
+        self._engines.describe = describe
 
     # ---- KV events ----------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """`GET /kv/snapshot?model=...&form=...&topic=...`: the blocks in L1 and L2 after a batch of the stream.
 
-`model`, `form` (bytes or int) and `topic` may be omitted if there is only one. `Accept: application/msgpack` gives
+`model`, `form` (bytes, int or signed) and `topic` may be omitted if there is only one. `Accept: application/msgpack` gives
 msgpack instead of JSON lines, `Accept-Encoding: gzip` compresses the body. 404 and 400 list the streams; 503 means that
 too many snapshots are in progress: retry later. `kv_events.snapshot` describes the body.
 

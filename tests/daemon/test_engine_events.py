@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import tempfile
 import threading
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from msgspec.structs import replace
 from support.daemon import wait_until
 from support.engine_publisher import CLEARED, EnginePublisher, as_array, removed, stored
 
+from kvserver.kv_events import Description
 from kvserver.kv_events.types import KeysStored, ReaderConnected, ReaderDisconnected, Tier
-from kvserver.protocol import DescribeScheduler, KVGroup, ObjectGroup
+from kvserver.protocol import SGLANG_HASH, SGLANG_PAIRS_HASH, DescribeScheduler, KVGroup, ObjectGroup
 from kvserver.routing import KVIndex
 from kvserver.routing.engine_subscription import unreadable
 
@@ -483,3 +485,53 @@ def test_close_does_not_wait_for_an_engine(folder):
     assert not closing.is_alive()
     engine.close()
     context.destroy(0)
+
+
+# ---- pages that SGLang's events describe ------------------------------------------------------
+
+
+def sglang_page(first: int, **more: Any) -> Any:
+    """Two pages of 16 tokens, of which the first follows block 0."""
+    names = [int.from_bytes(block[-8:], "big", signed=True) for block in BLOCKS]
+    fields = {"parent_block_hash": names[0], "token_ids": list(range(first, first + 32)), "session_id": "s"}
+    return stored(names[first : first + 2], **{**fields, **more})
+
+
+def test_sglangs_pages_are_handed_over_with_tokens_and_parents(index, engine):
+    described: list[tuple[str, list[Description]]] = []
+    index.read_pages(lambda name, pages: described.append((name, pages)))
+    index.observe(connected(engine, hash_algorithm=SGLANG_HASH))
+    engine.wait_for_subscriber()
+    undescribed = [
+        sglang_page(3, cache_salt="salt"),
+        sglang_page(5, lora_name="tuned"),
+        sglang_page(7, medium="CPU_PINNED"),
+        sglang_page(9, token_ids=[[1, 2]] * 32),
+        sglang_page(11, token_ids=[1 << 32] * 32),
+        sglang_page(13, token_ids=[1]),
+        sglang_page(15, block_size=0),
+        {"type": "BlockStored", "block_hashes": "no"},
+        removed(BLOCKS[:1]),
+        CLEARED,
+    ]
+    engine.publish(*undescribed)
+    engine.publish(sglang_page(150, session_id="x" * 300), *undescribed)
+    engine.publish(sglang_page(1))
+    wait_until(lambda: len(described) == 2, what=f"{described}")
+    assert [name for name, _ in described] == ["engine"] * 2
+    first, second = described[1][1]
+    tokens = array("I", range(1, 33))
+    assert first == Description(8, BLOCKS[1][-8:], BLOCKS[0][-8:], tokens[:16].tobytes(), 16, session_id="s")
+    assert second == Description(8, BLOCKS[2][-8:], BLOCKS[1][-8:], tokens[16:].tobytes(), 16, session_id="s")
+    assert [page.session_id for page in described[0][1]] == ["", ""]
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", SGLANG_PAIRS_HASH])
+def test_pages_of_vllm_and_of_pairs_are_not_handed_over(index, engine, algorithm):
+    described: list[Any] = []
+    index.read_pages(lambda name, pages: described.append(pages))
+    index.observe(connected(engine, hash_algorithm=algorithm))
+    engine.wait_for_subscriber()
+    engine.publish(sglang_page(1), stored(BLOCKS[:1]))
+    wait_for(index, 3)
+    assert described == []

@@ -90,7 +90,7 @@ def test_an_engine_that_is_refused_is_named_too(make_daemon: MakeDaemon, make_wo
 
 # ---- what an adapter cannot report ----------------------------------------------------------------
 
-SILENT = {**SGLANG, "unreported": ("requests", "blocks")}
+SILENT = {**SGLANG, "unreported": ("requests", "blocks", "stats", "sessions")}
 OF_ENDS = [
     "prompt_tokens",
     "request_loads",
@@ -100,7 +100,7 @@ OF_ENDS = [
     "saved_seconds",
     "ended_requests",
 ]
-LINE = "one: blocks of L0 and prompt tokens by source: not reported by this engine"
+LINE = "one: blocks of L0, prompt tokens by source, sessions of lookups, running and waiting requests: not reported by this engine"
 
 
 def series(daemon: Daemon, name: str) -> list[str]:
@@ -115,7 +115,7 @@ def test_what_an_engine_does_not_report_is_null_and_never_zero(
     registered(daemon, make_worker, "one", **SILENT).round_trip()
     other = registered(daemon, make_worker, "two", **SGLANG)
     one = instances(daemon)["one"]
-    assert one["unreported"] == ["blocks", "requests"]
+    assert one["unreported"] == ["blocks", "requests", "sessions", "stats"]
     assert one["l0"] is None
     assert {name: one["requests"][name] for name in OF_ENDS} == dict.fromkeys(OF_ENDS)
     assert one["requests"]["loads"] == 1
@@ -155,7 +155,8 @@ def test_an_engine_that_reports_after_all_is_believed(make_daemon: MakeDaemon, m
     worker = registered(daemon, make_worker, "one", **SILENT)
     worker.report(ExactRecords(b"", b"", full=True))
     worker.end_request(prompt_tokens=100)
-    wait_until(lambda: instances(daemon)["one"]["unreported"] == [])
+    worker.send(worker.stats_message(running=3))
+    wait_until(lambda: instances(daemon)["one"]["unreported"] == ["sessions"])
     one = instances(daemon)["one"]
     assert one["requests"]["prompt_tokens"]["computed"] == 100
     assert one["l0"]["source"] == "exact"

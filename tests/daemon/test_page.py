@@ -333,12 +333,14 @@ def test_what_an_engine_does_not_report_is_named_and_no_zero(
     daemon = make_daemon(history_seconds=600)
     worker = make_worker(daemon, instance_id="sglang-1", connect_now=False)
     worker.attach()
-    worker.register(engine="sglang", unreported=("requests", "blocks"))
+    worker.register(engine="sglang", unreported=("requests", "blocks", "stats"))
     worker.round_trip()
     browser.open(daemon)
     browser.wait_for_text("#help-answer", "Prompt tokens by source: not reported by this engine.")
     (cells,) = rows(browser, "#engines").values()
-    assert "blocks of L0 and prompt tokens by source: not reported by this engine" in cells[0]
+    assert (
+        "blocks of L0, prompt tokens by source, running and waiting requests: not reported by this engine" in cells[0]
+    )
     assert cells[4:6] == ["–", "–"]
     for figure in ("not-computed", "gained", "prompt-tokens"):
         assert browser.text(f"[data-figure={figure}]") == "–"

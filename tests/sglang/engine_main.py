@@ -30,12 +30,16 @@ def main() -> None:
     engine.shutdown()
 
 
-def op_generate(engine: Any, prompts: list[list[int]], max_tokens: int, salt: str | None) -> dict[str, Any]:
+def op_generate(
+    engine: Any, prompts: list[list[int]], max_tokens: int, salt: str | None, session: str | None = None
+) -> dict[str, Any]:
     """All prompts at once, to their end."""
     sampling = {"temperature": 0, "max_new_tokens": max_tokens, "ignore_eos": True}
     salts = [salt] * len(prompts) if salt else None
     began = time.perf_counter()
-    outputs = engine.generate(input_ids=prompts, sampling_params=sampling, return_logprob=True, cache_salt=salts)
+    outputs = engine.generate(
+        input_ids=prompts, sampling_params=sampling, return_logprob=True, cache_salt=salts, session_id=session
+    )
     return {
         "seconds": time.perf_counter() - began,
         "outputs": [

@@ -119,10 +119,11 @@ class Engine:
         self.send(op, **fields)
         return self.receive()
 
-    def generate(self, prompts: list[Prompt], max_tokens: int = 16, salt: str | None = None) -> list[dict[str, Any]]:
-        outputs: list[dict[str, Any]] = self.ask("generate", prompts=prompts, max_tokens=max_tokens, salt=salt)[
-            "outputs"
-        ]
+    def generate(
+        self, prompts: list[Prompt], max_tokens: int = 16, salt: str | None = None, session: str | None = None
+    ) -> list[dict[str, Any]]:
+        answer = self.ask("generate", prompts=prompts, max_tokens=max_tokens, salt=salt, session=session)
+        outputs: list[dict[str, Any]] = answer["outputs"]
         return outputs
 
     def flush(self) -> None:

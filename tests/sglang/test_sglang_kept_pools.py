@@ -33,24 +33,32 @@ def test_a_late_load_keeps_the_slots_of_every_pool_until_its_copies_have_ended(
     allocators = [allocator.of for allocator in tree.linker._allocators]
 
     def available() -> list[int]:
-        tree.cache.check_hicache_events()
+        tree.next_pass()
         return [allocator.available_size() for allocator in allocators]
 
+    timeouts = 0
+
+    def kept_slots() -> list[int]:
+        """Slots of each pool that a late load keeps; none if the daemon had not begun it in time."""
+        nonlocal timeouts
+        timeouts = tree.linker.cache._half.counters["timeouts"]
+        assert tree.load_all(prompt)[0] == 0
+        return [before - now for before, now in zip(free, available(), strict=True)]
+
     try:
-        wait_until(lambda: any(one["namespace"] for one in daemon.status()["instances"]), 30, "the registration")
+        tree.wait_for_daemon(daemon)
         prompt = text(8, ("kept", kind, flush))
         tree.compute(prompt)
         tree.flush()
         free = available()
         with daemon.paused_copies():
-            assert tree.load(prompt)[0] == 0
-            kept = [before - now for before, now in zip(free, available(), strict=True)]
+            kept = wait_until(lambda: any(found := kept_slots()) and found, 30, "a late load that has begun")
             assert all(kept), "slots of each pool"
             if flush:
                 tree.flush()
                 assert [before - now for before, now in zip(free, available(), strict=True)] == kept
-            assert tree.linker.cache._half.counters["timeouts"] == 1, "one load"
-        wait_until(lambda: available() == free, 10, "the slots")
+            assert tree.linker.cache._half.counters["timeouts"] == timeouts + 1, "one load"
+        wait_until(lambda: available() == free, 30, "the slots")
         if flush:  # each was free once: none is free twice
             for allocator, size in zip(allocators, free, strict=True):
                 assert len(set(allocator.alloc(size).tolist())) == size

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import random
+import tempfile
 from array import array
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
 from conftest import Engines
+from modelless import Stage
 from sglang.srt.disaggregation.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch, StorageMedium
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.events import KVCacheEventRecorder
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import (
@@ -21,7 +27,8 @@ from sglang.srt.mem_cache.utils import (
     storage_namespace_seed,
 )
 from sglang_engines import PAGE
-from support.daemon import wait_until
+from support.daemon import Daemon, wait_until
+from support.kv_subscriber import Subscriber
 from test_sglang_outputs import Make, Start, cached, wait_for_stores
 
 from kvserver.adapters.sglang.events import EventsAddress, events_of
@@ -115,13 +122,106 @@ def test_address_of_the_events_is_the_one_where_sglang_listens(
     assert events_of(json.dumps(config) if config is not None else None, rank) == address
 
 
+class Page(NamedTuple):
+    """A page as an event names it."""
+
+    hash: int
+    parent: int | None
+    tokens: tuple[int, ...]
+
+
+def read(subscriber: Subscriber) -> list[Any]:
+    """All events, as a consumer with SGLang's own structs reads them."""
+    return [
+        event
+        for payload in subscriber.batches.values()
+        for event in msgspec.msgpack.decode(payload, type=KVEventBatch).events
+    ]
+
+
+def stored_pages(subscriber: Subscriber, medium: str = "CPU_PINNED") -> list[Page]:
+    found = []
+    for event in read(subscriber):
+        if isinstance(event, BlockStored):
+            assert (event.block_size, event.lora_id, event.medium) == (PAGE, None, medium)
+            chain = [event.parent_block_hash, *event.block_hashes]
+            found += [
+                Page(name, parent, tuple(event.token_ids[at * PAGE : (at + 1) * PAGE]))
+                for at, (parent, name) in enumerate(pairwise(chain))
+            ]
+    return found
+
+
+@pytest.fixture
+def sockets() -> Iterator[str]:
+    with tempfile.TemporaryDirectory(prefix="kvs-") as folder:  # not tmp_path: a socket's path has little room
+        yield f"ipc://{folder}"
+
+
+def addresses(sockets: str) -> tuple[dict[str, str], dict[str, str]]:
+    """SGLang's configuration of its own events, and the daemon's flags."""
+    own = {"publisher": "zmq", "endpoint": f"{sockets}/e", "replay_endpoint": f"{sockets}/r"}
+    return own, {"kv_events_endpoint": f"{sockets}/events", "kv_events_replay_endpoint": f"{sockets}/replay"}
+
+
+@pytest.fixture
+def consumer(sockets: str) -> Iterator[Subscriber]:
+    consumer = Subscriber(f"{sockets}/events", f"{sockets}/replay")
+    yield consumer
+    consumer.close()
+
+
+def follow(consumer: Subscriber, hashes: list[str], medium: str = "CPU_PINNED") -> None:
+    """Until the consumer knows these pages in L1, and no others."""
+    expected = {(medium, None, hash_str_to_int64(value)) for value in hashes}
+    consumer.follow(lambda: consumer.blocks.resident == expected, 60)
+
+
+def test_a_consumer_of_sglangs_events_reads_the_pages_of_l1_as_sglang_publishes_its_own(
+    model: Path, sockets: str, consumer: Subscriber
+) -> None:
+    own, flags = addresses(sockets)
+    daemon = Daemon(l1_size="64MiB", **flags)
+    engine = Subscriber(own["endpoint"], own["replay_endpoint"])
+    stage: Stage | None = None
+    try:
+        daemon.start()
+        stage = Stage(str(model), daemon.endpoint, kv_events=own)
+        stage.wait_for_daemon(daemon)
+        salted = RadixKey(array("q", TOKENS[: 2 * PAGE]), cache_salt="a salt")
+        stage.tree.insert(InsertParams(key=salted, value=stage.allocator.alloc(2 * PAGE)))
+        for pages in (3, 9):
+            stage.compute(TOKENS[: pages * PAGE], session_id="agent")
+            stage.wait_for_stores()
+        names = hashes_of(TOKENS)
+        follow(consumer, names)
+        engine.follow(lambda: len(engine.blocks.resident) == 2 + len(names))
+        found = stored_pages(consumer)
+        published = stored_pages(engine, StorageMedium.GPU.value)
+        assert {*found} == {page for page in published if page.hash in {each.hash for each in found}}
+        assert {page.hash: page.tokens for page in found} == {
+            hash_str_to_int64(name): tuple(TOKENS[at * PAGE : (at + 1) * PAGE]) for at, name in enumerate(names)
+        }
+        assert {event.session_id for event in read(consumer) if isinstance(event, BlockStored)} == {"agent"}
+        assert daemon.http("/cache/clear", "POST")[0] == 200
+        follow(consumer, [])
+        removed = [event for event in read(consumer) if isinstance(event, BlockRemoved)]
+        assert {event.medium for event in removed} == {StorageMedium.CPU.value}
+        assert {name for event in removed for name in event.block_hashes} == {page.hash for page in found}
+    finally:
+        if stage is not None:
+            stage.close()
+        engine.close()
+        daemon.close()
+
+
 @pytest.mark.long
 def test_a_router_finds_an_sglangs_blocks_in_l0_and_l1_by_tokens_and_by_hashes(
-    engines: Engines, start_daemon: Start, prompt: Make, tmp_path: Path
+    engines: Engines, start_daemon: Start, prompt: Make, sockets: str, consumer: Subscriber
 ) -> None:
-    config = {"publisher": "zmq", "endpoint": f"ipc://{tmp_path}/e", "replay_endpoint": f"ipc://{tmp_path}/r"}
-    engine = engines.get("events", kv_events_config=json.dumps(config), extra={"kvserver.engine_id": "events"})
-    daemon = start_daemon(engine)
+    own, flags = addresses(sockets)
+    engine = engines.get("events", kv_events_config=json.dumps(own), extra={"kvserver.engine_id": "events"})
+    daemon = start_daemon(engine, **flags)
     text = prompt(9, 500)
     engine.generate([text], max_tokens=1)
     pages = len(text) // PAGE
@@ -135,6 +235,11 @@ def test_a_router_finds_an_sglangs_blocks_in_l0_and_l1_by_tokens_and_by_hashes(
     wait_until(lambda: found(tokens=text) == (pages, pages), 10, "the prompt in L0 and L1")
     assert found(block_hashes=[hash_str_to_int64(value) for value in hashes_of(text)]) == (pages, pages)
     assert found(block_hashes=hashes_of(text)) == (pages, pages)
+    follow(consumer, hashes_of(text))
+    tokens = {page.hash: page.tokens for page in stored_pages(consumer)}
+    assert [tokens[hash_str_to_int64(value)] for value in hashes_of(text)] == [
+        tuple(text[at * PAGE : (at + 1) * PAGE]) for at in range(pages)
+    ]
     engine.flush()
     wait_until(lambda: found(tokens=text) == (0, pages), 10, "the flush in L0")
     assert engine.generate([text], max_tokens=1)[0]["cached_tokens"] == cached(len(text))

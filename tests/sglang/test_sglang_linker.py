@@ -13,6 +13,7 @@ import pytest
 import torch
 from modelless import PAGE, Stage
 from support.daemon import Daemon, wait_until
+from support.filling import filling
 
 from kvserver.adapters.common.send_queue import OrderedSendQueue, SendQueue
 from kvserver.adapters.sglang import KVServerLinker
@@ -190,6 +191,36 @@ def test_what_memory_has_is_found_at_once_and_what_storage_has_by_a_later_match(
     wait_until(lambda: engine.next_pass() or engine.hit(request) == WHOLE, 10, "what storage has")
     assert engine.linker.cache.counters["lookups"] == lookups + 1
     assert torch.equal(engine.kv(engine.load(request))[:, 4 * PAGE :], engine.written[:, 4 * PAGE :])
+
+
+def test_no_pass_waits_for_a_tier_that_does_not_answer_and_a_later_one_finds_what_it_has(model: Path) -> None:
+    """A lookup may wait a minute here for an answer, so a pass that waited for the tier would take that long."""
+    with filling() as parts:
+        engine = Stage(
+            str(model),
+            parts.running.endpoint,
+            extra={"kvserver.lookup_poll_ms": 60_000, "kvserver.lookup_timeout_ms": 60_000},
+        )
+        try:
+            wait_until(lambda: engine.next_pass() or engine.linker.cache._dispatcher.usable(), 20, "connected")
+            wait_until(lambda: engine.linker.cache._half._usable(), 20, "registered")
+            written = engine.kv(engine.compute(PROMPT[:WHOLE])).clone()
+            engine.wait_for_stores()
+            wait_until(lambda: len(parts.tier.objects) == WHOLE // PAGE, 20, "spilled")
+            parts.forget_l1()
+            engine.forget()
+            parts.tier.stopped = True
+            waiting, began = [engine.request(PROMPT) for _ in range(8)], time.monotonic()
+            for _ in range(10):
+                engine.next_pass()
+                assert [engine.hit(request) for request in waiting] == [0] * len(waiting)
+            assert time.monotonic() - began < 60
+            wait_until(lambda: len(parts.gets()) == WHOLE // PAGE, 20, "the fill has begun")
+            parts.tier.release()
+            wait_until(lambda: engine.next_pass() or engine.hit(waiting[0]) == WHOLE, 20, "what the tier has")
+            assert torch.equal(engine.kv(engine.load(waiting[0])), written)
+        finally:
+            engine.close()
 
 
 # ---- loads that fail, here or on another rank ---------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from conftest import Engines
 from sglang_engines import PAGE, Prompt
@@ -27,10 +27,15 @@ def wait_for_stores(daemon: Daemon, chunks: int) -> None:
     wait_until(lambda: daemon.status()["l1"]["chunks"] >= chunks, 20, f"{chunks} chunks in L1")
 
 
-def test_a_second_engine_loads_what_the_first_stored_with_equal_tokens_and_logprobs(
-    engines: Engines, start_daemon: Start, prompt: Make
-) -> None:
-    """Three controls: an engine without linker, the first engine warm from its own cache, and that engine after a flush."""
+class Loads(NamedTuple):
+    daemon: Daemon
+    prompts: list[Prompt]
+    reference: list[dict[str, Any]]  # of an engine without linker
+    cold: list[dict[str, Any]]
+
+
+def check_loads(engines: Engines, start_daemon: Start, prompt: Make) -> Loads:
+    """Compare tokens and logprobs of loaded prompts with an engine without linker, and the first engine's own cache; it flushes in between."""
     plain = engines.get("plain", endpoint=None)
     first, second = engines.get("first"), engines.get("second")
     daemon = start_daemon(first, second)
@@ -45,15 +50,24 @@ def test_a_second_engine_loads_what_the_first_stored_with_equal_tokens_and_logpr
     assert [o["cached_tokens"] for o in cold] == [0, 0, 0]
     for warm in (own, other, flushed):
         assert [o["cached_tokens"] for o in warm] == [cached(len(p)) for p in prompts]
-        assert [o["tokens"] for o in warm] == [o["tokens"] for o in reference]
         assert all(same(left, right) for left, right in zip(warm, own, strict=True))
+    for outputs in (cold, own):
+        assert [o["tokens"] for o in outputs] == [o["tokens"] for o in reference]
+    totals = daemon.status()["totals"]
+    assert totals["failed_loads"] == totals["errors"] == 0
+    return Loads(daemon, prompts, reference, cold)
+
+
+def test_a_second_engine_loads_what_the_first_stored_with_equal_tokens_and_logprobs(
+    engines: Engines, start_daemon: Start, prompt: Make
+) -> None:
+    daemon, prompts, reference, cold = check_loads(engines, start_daemon, prompt)
     assert all(same(left, right) for left, right in zip(cold, reference, strict=True))
     status = daemon.status()
     assert [(one["engine"], one["engine_version"]) for one in status["instances"]] == [("sglang", "0.5.23")] * 2
-    assert "is tested with real engines of SGLang 0.5.23 on CPUs; this is 0.5.23\n" in first.log.read_text()
-    totals = status["totals"]
-    assert totals["failed_loads"] == totals["errors"] == 0
-    assert totals["hit_tokens"] >= 2 * sum(cached(len(p)) for p in prompts)
+    log = engines.get("first").log.read_text()
+    assert "is tested with real engines of SGLang 0.5.23 on CPUs; this is 0.5.23\n" in log
+    assert status["totals"]["hit_tokens"] >= 2 * sum(cached(len(p)) for p in prompts)
 
 
 def test_prompt_of_one_salt_is_not_found_under_another(engines: Engines, start_daemon: Start, prompt: Make) -> None:

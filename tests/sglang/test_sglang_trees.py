@@ -37,8 +37,8 @@ class Recording(KVServerLinker):  # type: ignore[misc, valid-type]
 
     stored: dict[str, set[str]]
 
-    def _store(self, transfers: list[Any]) -> bool:
-        begun = bool(super()._store(transfers))
+    def _store(self, transfers: list[Any], session_id: str) -> bool:
+        begun = bool(super()._store(transfers, session_id))
         for transfer in transfers if begun else []:
             self.__dict__.setdefault("stored", {}).setdefault(transfer.name.value, set()).update(transfer.keys)
         return begun
@@ -70,6 +70,8 @@ def make(daemon: Daemon, arguments: ServerArgs) -> Iterator[Make]:
         wait_until(
             lambda: sum(bool(each["namespace"]) for each in daemon.status()["instances"]) == len(made), 30, "registered"
         )
+        for tree in made[-count:]:
+            tree.wait_for_daemon(daemon)
         return made[-count:]
 
     yield start
@@ -89,9 +91,9 @@ def test_a_second_engine_loads_what_the_first_computed_byte_for_byte_from_all_po
     prompt = text(8, kind)
     length = len(first.keys(prompt)) * PAGE  # with a draft the key of the last page needs one token more
     first.compute(prompt)
-    assert second.load(prompt) == (length, [])
+    assert second.load_all(prompt) == (length, [])
     longer = prompt + text(4, "more")
-    assert second.load(longer) == (length, [])
+    assert second.load_all(longer) == (length, [])
     assert all(not tree.linker.faults.counts for tree in (first, second))
 
 
@@ -112,7 +114,7 @@ def test_each_tensor_of_each_pool_is_seen_if_it_is_left_out(kind: str, make: Mak
                 return loaded
 
             second.linker.load = load_all_but_one
-            loaded, wrong = second.load(prompt)
+            loaded, wrong = second.load_all(prompt)
             second.linker.load = load
             assert loaded == len(first.keys(prompt)) * PAGE
             assert {which for which, _ in wrong} == {name}
@@ -122,8 +124,8 @@ def test_a_request_may_continue_only_where_the_window_of_an_earlier_one_was_kept
     first, second = make("windows")
     prompt = text(8, "kept")
     first.compute(prompt, passed=8 - NEEDED)
-    assert second.load(prompt[: 7 * PAGE]) == (0, [])
-    assert second.load(prompt + text(1, "more")) == (len(prompt), [])
+    assert second.load_all(prompt[: 7 * PAGE]) == (0, [])
+    assert second.load_all(prompt + text(1, "more")) == (len(prompt), [])
 
 
 def test_a_request_may_continue_only_where_the_state_of_an_earlier_one_was_kept(make: Make) -> None:
@@ -131,9 +133,9 @@ def test_a_request_may_continue_only_where_the_state_of_an_earlier_one_was_kept(
     prompt = text(8, "states")
     first.compute(prompt[: 3 * PAGE])
     first.compute(prompt)
-    assert second.load(prompt[: 2 * PAGE]) == (0, [])
-    assert second.load(prompt[: 7 * PAGE]) == (3 * PAGE, [])
-    assert second.load(prompt + text(1, "more")) == (len(prompt), [])
+    assert second.load_all(prompt[: 2 * PAGE]) == (0, [])
+    assert second.load_all(prompt[: 7 * PAGE]) == (3 * PAGE, [])
+    assert second.load_all(prompt + text(1, "more")) == (len(prompt), [])
 
 
 def test_a_request_whose_engine_has_a_part_of_the_window_itself_loads_the_rest(make: Make) -> None:
@@ -141,15 +143,15 @@ def test_a_request_whose_engine_has_a_part_of_the_window_itself_loads_the_rest(m
     prompt = text(8, "part")
     first.compute(prompt)
     second.compute(prompt[: 7 * PAGE])
-    assert second.load(prompt) == (PAGE, [])
+    assert second.load_all(prompt) == (PAGE, [])
 
 
 def test_a_page_is_not_found_where_the_token_behind_it_differs_if_a_draft_was_computed_with_it(make: Make) -> None:
     first, second = make("eagle")
     prompt = text(4, "draft")
     first.compute([*prompt, 1])
-    assert second.load([*prompt, 1]) == (4 * PAGE, [])
-    assert second.load([*prompt, 2]) == (3 * PAGE, [])
+    assert second.load_all([*prompt, 1]) == (4 * PAGE, [])
+    assert second.load_all([*prompt, 2]) == (3 * PAGE, [])
 
 
 @pytest.mark.parametrize("kind", ["mha", "eagle", "states"])
@@ -175,9 +177,9 @@ def test_kv_of_one_lora_is_not_found_with_another_or_without_one(make: Make, dae
     extras = [Req("r", "", prompt, SamplingParams(), lora_id=each).extra_key for each in (*ids, None)]
     assert len(set(extras)) == 3
     first.compute(prompt, extra=extras[0])
-    assert second.load(prompt, extras[1]) == (0, [])
-    assert second.load(prompt, extras[2]) == (0, [])
-    assert second.load(prompt, extras[0]) == (len(prompt), [])
+    assert second.load_all(prompt, extras[1]) == (0, [])
+    assert second.load_all(prompt, extras[2]) == (0, [])
+    assert second.load_all(prompt, extras[0]) == (len(prompt), [])
     wait_until(lambda: len(daemon.match(block_hashes=hashes(prompt))) == 2, what="the engines are described")
     for extra, pages in zip(extras, (4, 0, 0), strict=True):
         found = daemon.match(block_hashes=hashes(prompt, extra)).values()
@@ -193,7 +195,7 @@ def test_a_lookup_of_several_ranks_answers_all_lengths_that_can_be_loaded(kind: 
         first.compute(prompt[: pages * PAGE], passed=max(0, pages - NEEDED))
     transfers = [
         component.build_external_linker_transfer("lookup", None, hashes(prompt))
-        for component in second.cache.components.values()
+        for component in second.tree.components.values()
     ]
     wait_until(lambda: second.linker.lookup("r", transfers) == [9], 5, "an answer")
     second.linker._ranks.size = 2
@@ -237,7 +239,7 @@ def test_an_engine_with_a_pool_that_is_not_served_starts_and_runs_without_cache(
     assert named in refusal
     prompt = text(4, "refused")
     tree.compute(prompt)
-    assert tree.load(prompt + text(2, "more")) == (0, [])
+    assert tree.load_all(prompt + text(2, "more")) == (0, [])
     tree.close()
 
 
@@ -283,11 +285,11 @@ def test_random_requests_load_the_longest_prefix_that_all_pools_have_and_its_byt
             for pages, which in parts:
                 prompt += text(pages, (totals["examples"], len(prompt), pages, which))
             first.compute(prompt, passed=min(passed, len(prompt) // PAGE - 1))
-            first.cache.evict(EvictParams(0, evicted * PAGE if kind == "windows" else 0, evicted % 2))
+            first.tree.evict(EvictParams(0, evicted * PAGE if kind == "windows" else 0, evicted % 2))
             texts.append(prompt)
         for prompt in texts:
             expected = max(expected_lengths(first, hashes(prompt)), default=0)
-            loaded, wrong = second.load(prompt + text(1, "end"))
+            loaded, wrong = second.load_all(prompt + text(1, "end"))
             assert wrong == []
             assert loaded == expected * PAGE
             totals["loaded"] += loaded

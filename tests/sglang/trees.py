@@ -6,21 +6,18 @@ Each row of each pool has bytes that its key determines, so wrong KV is seen whe
 from __future__ import annotations
 
 import hashlib
-import os
-import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import modelless
 import torch
-from engine_environment import ENVIRONMENT
+from modelless import Scheduler
 from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateDType, Mamba2StateShape
-from sglang.srt.managers.schedule_batch import ReqKvInfo
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
-from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import (
     DSATokenToKVPool,
@@ -33,33 +30,23 @@ from sglang.srt.mem_cache.memory_pool import (
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
-from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.mem_cache.utils import get_storage_hash_str
-from sglang.srt.runtime_context import get_parallel
-from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
-from support.daemon import wait_until
+from sglang.srt.server_args import ServerArgs
 
 from kvserver.adapters.sglang import KVServerLinker
 from kvserver.adapters.sglang.pools import MAMBA, SWA, KVPool, pools_of
 
-os.environ.update({name: ENVIRONMENT[name] for name in ("PATH", "TORCH_EXTENSIONS_DIR")})  # SGLang compiles its hash
 PAGE = 64  # the indexer of DSA insists on it
 TOKENS, WINDOW_TOKENS, STATES = 40 * PAGE, 24 * PAGE, 12
 WINDOW = 3 * PAGE - 10
-EXTRA = {
-    "kvserver.load_share": 1000.0, "kvserver.load_wait_ms": 10_000.0, "kvserver.lookup_poll_ms": 1000,
-    "kvserver.lookup_timeout_ms": 1000, "kvserver.on_prefix_reset": "keep",
-}  # fmt: skip
+EXTRA = {"kvserver.load_wait_ms": 10_000.0}
 _COMMON = {"page_size": PAGE, "dtype": torch.float32, "device": "cpu", "enable_memory_saver": False}
 _MHA: dict[str, Any] = {**_COMMON, "head_num": 2, "head_dim": 8}
 _MLA: dict[str, Any] = {**_COMMON, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
 
 
-def prepare(model: Path, **options: Any) -> ServerArgs:
-    arguments = ServerArgs(model_path=str(model), device="cpu", page_size=PAGE, **options)
-    set_global_server_args_for_scheduler(arguments)
-    get_parallel().override_permanently(tp_rank=0, tp_size=1, dp_rank=None)
-    return arguments
+def prepare(model: Path) -> ServerArgs:
+    return modelless.prepare(str(model), PAGE)
 
 
 def params_of(kind: str, **changes: Any) -> CacheInitParams:
@@ -122,30 +109,15 @@ def hashes(tokens: Sequence[int], extra: str | None = None, *, drafts: bool = Fa
     return list(get_storage_hash_str(pages, None, page_size=PAGE))
 
 
-class Tree:
-    """`before`: what is done to SGLang's parameters before the linker sees them."""
+class Tree(Scheduler):
+    """A scheduler with pools of one kind."""
 
     def __init__(
-        self,
-        kind: str,
-        endpoint: str,
-        arguments: ServerArgs,
-        linker: type = KVServerLinker,
-        before: Callable[[CacheInitParams], object] = lambda params: None,
+        self, kind: str, endpoint: str, arguments: ServerArgs, linker: type = KVServerLinker, **options: Any
     ) -> None:
-        self.params = params_of(kind)
-        self.cache = UnifiedRadixCache(self.params)
-        self.pools = {pool.name: pool for pool in pools_of(self.params, PAGE)}
-        before(self.params)
-        self.linker = linker(
-            arguments, self.params, components=set(self.cache.components),
-            extra_config={"kvserver.endpoint": endpoint, **EXTRA},
-        )  # fmt: skip
-        self.cache.init_cache_linker(self.linker)
-        self._requests = 0
-
-    def close(self) -> None:
-        self.linker.close()
+        params = params_of(kind)
+        self.pools = {pool.name: pool for pool in pools_of(params, PAGE)}
+        super().__init__(arguments, params, endpoint, linker=linker, extra=EXTRA, **options)
 
     # ---- bytes --------------------------------------------------------------------------------
 
@@ -175,12 +147,12 @@ class Tree:
     # ---- requests -----------------------------------------------------------------------------
 
     def keys(self, tokens: Sequence[int], extra: str | None = None) -> list[str]:
-        return hashes(tokens, extra, drafts=self.cache.tree_core.is_eagle)
+        return hashes(tokens, extra, drafts=self.tree.tree_core.is_eagle)
 
     def compute(self, tokens: Sequence[int], *, passed: int = 0, extra: str | None = None, seconds: float = 20) -> None:
         """Insert a computed prompt, and wait for its store. The window has passed its first `passed` pages."""
-        allocator, keys = self.params.token_to_kv_pool_allocator, self.keys(tokens, extra)
-        found = self.cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens), extra)))
+        allocator, keys = self.allocator, self.keys(tokens, extra)
+        found = self.tree.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens), extra)))
         own, first, length = found.device_prefix_len, found.device_prefix_len // PAGE, len(keys) * PAGE
         if own == length:
             return
@@ -195,63 +167,36 @@ class Tree:
         else:
             new = allocator.alloc(length - own)
         self.write(self.pools["kv"], rows_of(new), keys[first:])
-        insert.value = torch.cat([self.cache.path_device_indices(found.last_device_node)[:own], new])
+        insert.value = torch.cat([self.tree.path_device_indices(found.last_device_node)[:own], new])
         if MAMBA in self.pools:
             insert.mamba_value = self.params.req_to_token_pool.mamba_allocator.alloc(1)
             self.write(self.pools[MAMBA], insert.mamba_value.tolist(), keys[-1:])
-        self.cache.insert(insert)
-        wait_until(self._stored, seconds, "the ends of stores")
+        self.tree.insert(insert)
+        self.wait_for_stores(seconds)
 
-    def _stored(self) -> bool:
-        self.cache.check_hicache_events()
-        return not self.cache.linker.pending_offloads
-
-    def _match(self, tokens: Sequence[int], extra: str | None = None, seconds: float = 0.0) -> tuple[Any, Any]:
-        self._requests += 1
-        request = SimpleNamespace(
-            rid=f"r{self._requests}", kv=ReqKvInfo(), last_node=None, swa_branching_seqlen=None, session=None
-        )
-        deadline = time.monotonic() + seconds
-        self.cache.check_hicache_events()  # each pass of a scheduler begins so
-        while True:
-            found = self.cache.match_prefix(MatchPrefixParams(key=RadixKey(array("q", tokens), extra), req=request))
-            if found.host_hit_length or time.monotonic() > deadline:
-                request.last_node = found.last_device_node
-                return request, found
-            self.cache.check_hicache_events()
-            if seconds:
-                time.sleep(0.01)
-
-    def load(self, tokens: Sequence[int], extra: str | None = None) -> tuple[int, list[tuple[str, int]]]:
+    def load_all(self, tokens: Sequence[int], extra: str | None = None) -> tuple[int, list[tuple[str, int]]]:
         """(tokens loaded, what is wrong of them) of a request that loads all that it can."""
-        request, found = self._match(tokens, extra)
-        if not found.host_hit_length:
-            return 0, []
-        load = InitLoadBackParams(found.best_match_node, found.host_hit_length, req=request)
-        loaded, _ = self.cache.init_load_back(load)
+        request = self.request(tokens, extra=extra)
+        self.next_pass()  # each pass of a scheduler begins so
+        found = self.match(request)
+        slots = self.load(request)
+        loaded = len(slots)
         if not loaded:
             return 0, []
-        slots = self.cache.linker.private_load_indices[request.rid]
         first, keys = found.device_prefix_len // PAGE, self.keys(tokens, extra)
         end = first + loaded // PAGE
-        assert len(slots) == loaded
         wrong = self.wrong(self.pools["kv"], rows_of(slots), keys[first:end])
         if SWA in self.pools:
             needed = slots[-(-(-WINDOW // PAGE) * PAGE) :]
-            windows = self.params.token_to_kv_pool_allocator.full_to_swa_index_mapping[needed]
+            windows = self.allocator.full_to_swa_index_mapping[needed]
             wrong += self.wrong(self.pools[SWA], rows_of(windows), keys[end - len(needed) // PAGE : end])
         if MAMBA in self.pools:
             wrong += self.wrong(self.pools[MAMBA], [int(request.kv.mamba_pool_idx)], keys[end - 1 : end])
-        self.cache.linker.finish_loads()
-        self.params.token_to_kv_pool_allocator.free(slots)
+        self.tree.linker.finish_loads()
+        self.allocator.free(slots)
         if MAMBA in self.pools:
             self.params.req_to_token_pool.mamba_allocator.free(request.kv.mamba_pool_idx.reshape(1))
         return loaded, wrong
-
-    def flush(self) -> None:
-        self.cache.reset()
-        self.params.req_to_token_pool.clear()
-        self.params.token_to_kv_pool_allocator.clear()
 
 
 def rows_of(slots: torch.Tensor) -> list[int]:

@@ -74,11 +74,11 @@ function engines(status, states, refused) {
   );
 }
 
-const UNREPORTED = { blocks: "blocks of L0", requests: "prompt tokens by source" };
+const UNREPORTED = { blocks: "blocks of L0", requests: "prompt tokens by source", sessions: "sessions of lookups", stats: "running and waiting requests" };
 
 function unreported(instance) {
   const what = (instance.unreported ?? []).map((one) => UNREPORTED[one] ?? one);
-  return what.length ? `${what.join(" and ")}: not reported by this engine` : "";
+  return what.length ? `${what.join(", ")}: not reported by this engine` : "";
 }
 
 function name(one) {

@@ -109,6 +109,21 @@ def test_an_integer_is_the_last_8_bytes_of_a_hash(hash_bytes: int) -> None:
     assert whole["block_hashes"] == [name]
 
 
+@pytest.mark.parametrize(("tier", "medium"), [(Tier.L1, "CPU_PINNED"), (Tier.L2, "DISK")])
+def test_sglangs_form_has_signed_integers_and_sglangs_names_of_media(tier: Tier, medium: str) -> None:
+    chunks = [describe(name, parent="p", hash_bytes=8) for name in "abcdefgh"]
+    writer, seen = Writer("signed", arrays=False), []
+    for chunk in chunks:
+        event = stored(writer, chunk, tier, ())
+        seen += event["block_hashes"]
+        assert event["parent_block_hash"] == int.from_bytes(named("p", 8), "big", signed=True)
+        (removal,) = writer.removed(chunk.hashes, 8, tier, ())
+        assert msgspec.msgpack.decode(removal)["block_hashes"] == event["block_hashes"]
+        assert event["medium"] == msgspec.msgpack.decode(removal)["medium"] == medium
+    assert seen == [int.from_bytes(named(name, 8), "big", signed=True) for name in "abcdefgh"]
+    assert min(seen) < 0 < max(seen)
+
+
 def test_a_run_inside_a_chunk_has_the_block_before_it_as_its_parent() -> None:
     chunk = describe("a", "b", "c", parent="p", extra_keys=[["x"], ["y"], None])
     event = stored(Writer("bytes", arrays=False), part_of(chunk, 1, 2), Tier.L1, FULL)
