@@ -26,6 +26,7 @@ from kvserver.protocol.status import (
     L1Status,
     RefusedEngineStatus,
     TierStatus,
+    WhatIfEngine,
     WhatIfStatus,
 )
 
@@ -170,13 +171,26 @@ def what_if(curve: WhatIfStatus, policy: str) -> list[str]:
     """The share of tokens that lookups would have found in L1 alone, of each size, and the advice, which weighs L2."""
     if not curve.looked_up_tokens:
         return []
-    shares = [
-        f"{one.size if one.size_bytes is None else one.size + 'x'} {rate(one.would_hit_tokens, curve.looked_up_tokens)}"
-        for one in curve.sizes
-    ]
     other = "" if policy == curve.policy else f"; L1 evicts by {policy}"
-    alone = f"{', '.join(shares)} of tokens looked up would be hits in L1 alone (estimated, by {curve.policy}{other})"
-    return [f"if L1 were  {alone}", *textwrap.wrap(curve.advice, _WIDTH, initial_indent="  ", subsequent_indent="  ")]
+    alone = (
+        f"{_what_if_shares(curve)} of tokens looked up would be hits in L1 alone (estimated, by {curve.policy}{other})"
+    )
+    kinds = [
+        f"  of {kind.engine or 'unnamed engines'}  {_what_if_shares(kind)}"
+        for kind in curve.engines
+        if len(curve.engines) > 1
+    ]
+    return [
+        f"if L1 were  {alone}",
+        *kinds,
+        *textwrap.wrap(curve.advice, _WIDTH, initial_indent="  ", subsequent_indent="  "),
+    ]
+
+
+def _what_if_shares(of: WhatIfStatus | WhatIfEngine) -> str:
+    names = [one.size if one.size_bytes is None else f"{one.size}x" for one in of.sizes]
+    shares = [rate(one.would_hit_tokens, of.looked_up_tokens) for one in of.sizes]
+    return ", ".join(f"{name} {share}" for name, share in zip(names, shares, strict=True))
 
 
 def _shares(l1: L1Status) -> list[str]:

@@ -354,6 +354,14 @@ class WhatIfSize(Struct, frozen=True, kw_only=True):
     would_hit_tokens: int = 0
 
 
+class WhatIfEngine(Struct, frozen=True, kw_only=True):
+    """The part that engines of one kind have: "vllm", "sglang"; "" of adapters that state none."""
+
+    engine: str = ""
+    looked_up_tokens: int = 0
+    sizes: list[WhatIfSize] = []
+
+
 class WhatIfStatus(Struct, frozen=True, kw_only=True):
     """Tokens of lookups that L1 alone, of other sizes and evicting by `policy`, would have found; beside them what L2 gave."""
 
@@ -367,6 +375,7 @@ class WhatIfStatus(Struct, frozen=True, kw_only=True):
     l2_tokens: int = 0  # that engines loaded after reads from L2 for their request; no hit of L1
     fill_seconds: float = 0.0  # that requests waited for these reads
     advice: str = ""  # on the size of L1, beside what L2 gives
+    engines: list[WhatIfEngine] = []  # by kind
 
 
 class DaemonStatus(Struct, frozen=True, kw_only=True):

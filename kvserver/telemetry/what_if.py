@@ -41,7 +41,7 @@ from kvserver.events import (
     Subscriber,
 )
 from kvserver.protocol import ObjectGroup
-from kvserver.protocol.status import WhatIfSize, WhatIfStatus
+from kvserver.protocol.status import WhatIfEngine, WhatIfSize, WhatIfStatus
 
 SIZES = (0.25, 0.5, 1, 2, 4, 8)  # times L1
 _MOST_NAMESPACES = 1024
@@ -49,6 +49,7 @@ _MOST_SALTS = 1 << 15  # without its salt all that is listed of a namespace is u
 _MOST_OPEN = 1024  # requests whose keys are kept until they end
 _MOST_OPEN_BYTES = 1 << 19
 _MOST_CHUNKS = 1 << 32
+_MOST_KINDS = 8  # of engines; further ones count as unnamed
 _ONE_GROUP = HitRules(1, 1, [])
 _LRU = "lru"
 _PROTECTS = {_LRU: False, "slru": True}  # the policies that the table knows
@@ -85,12 +86,16 @@ class WhatIfCurve(Subscriber):
         # By namespace, and whether of single blocks: a cleared namespace has new ones.
         self._salts: OrderedDict[tuple[bytes, bool], int] = OrderedDict()
         self._looked_up_tokens = 0
+        self._kinds: dict[str, str] = {}  # by instance
+        self._by_kind: dict[str, tuple[int, list[float]]] = {}  # tokens looked up, and found by size
         self._shown = WhatIfStatus()
 
     def handle(self, event: Event) -> None:
         match event:
             case LookupEnded():
+                before = self._table.hit_tokens()
                 self._looked_up(event)
+                self._count_kind(event, before)
             case ChunksStored():
                 self._stored(event)
             case RequestEnded():
@@ -103,11 +108,13 @@ class WhatIfCurve(Subscriber):
                 self._cleared(event.namespace)
             case NamespaceFormed():
                 spec = event.ranks[0]
+                self._kinds[event.instance_id] = spec.engine_names[0]
                 self._rules[event.instance_id] = rules_of(
                     spec.object_groups, spec.chunk_tokens, self._boundary_interval
                 )
             case InstanceDisconnected():
                 self._rules.pop(event.instance_id, None)
+                self._kinds.pop(event.instance_id, None)
                 for owner in [owner for owner in self._open if owner[0] == event.instance_id]:
                     self._request_ended(owner)
 
@@ -120,15 +127,33 @@ class WhatIfCurve(Subscriber):
         )
 
     def status(self) -> WhatIfStatus:
-        hit_tokens = self._table.hit_tokens()
+        return replace(
+            self._shown,
+            policy=self._policy,
+            looked_up_tokens=self._looked_up_tokens,
+            sizes=self._sizes(self._table.hit_tokens()),
+            engines=[
+                WhatIfEngine(engine=kind, looked_up_tokens=tokens, sizes=self._sizes(hits))
+                for kind, (tokens, hits) in sorted(self._by_kind.copy().items())
+            ],
+        )
+
+    # ---- inside -------------------------------------------------------------------------------
+
+    def _sizes(self, hit_tokens: Sequence[float]) -> list[WhatIfSize]:
         sizes = [
             WhatIfSize(size=f"{size:g}", size_bytes=pages * self._page_bytes, would_hit_tokens=round(tokens))
             for size, pages, tokens in zip(SIZES, self._pages, hit_tokens, strict=False)
         ]
-        sizes.append(WhatIfSize(size="unlimited", would_hit_tokens=round(hit_tokens[-1])))
-        return replace(self._shown, policy=self._policy, looked_up_tokens=self._looked_up_tokens, sizes=sizes)
+        return [*sizes, WhatIfSize(size="unlimited", would_hit_tokens=round(hit_tokens[-1]))]
 
-    # ---- inside -------------------------------------------------------------------------------
+    def _count_kind(self, event: LookupEnded, before: list[float]) -> None:
+        after, kind = self._table.hit_tokens(), self._kinds.get(event.instance_id, "")
+        if kind not in self._by_kind and len(self._by_kind) >= _MOST_KINDS:
+            kind = ""
+        tokens, hits = self._by_kind.get(kind, (0, [0.0] * len(after)))
+        found = [had + now - was for had, now, was in zip(hits, after, before, strict=True)]
+        self._by_kind[kind] = tokens + event.tokens, found
 
     def _looked_up(self, event: LookupEnded) -> None:
         outcome, namespace = event.outcome, event.namespace

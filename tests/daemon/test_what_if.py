@@ -165,3 +165,27 @@ def test_the_status_command_shows_it_and_its_policy(
     (line,) = [line for line in text.splitlines() if line.startswith("if L1 were")]
     assert "1x 33.3%, 2x 33.3%" in line
     assert line.endswith("unlimited 33.3% of tokens looked up would be hits in L1 alone (estimated, by slru)")
+
+
+def test_each_kind_of_engine_has_its_part_of_the_curve(
+    make_daemon: Callable[..., Daemon], make_worker: Callable[..., Worker]
+) -> None:
+    daemon = make_daemon()
+    for name, count in (("vllm", 1), ("sglang", 2)):
+        worker = make_worker(daemon, instance_id=name, model_name=name, connect_now=False)
+        worker.attach()
+        worker.register(engine=name)
+        first = 10 * count  # other prompts: these engines share KV
+        served(daemon, worker, [[first, first + 1], *[[*range(first, first + 4)]] * count])
+        if name == "vllm":
+            assert "of vllm" not in cli_status.table(msgspec.convert(daemon.status(), DaemonStatus))
+    found = counted(daemon)["what_if"]
+    tokens = {one["engine"]: one["looked_up_tokens"] for one in found["engines"]}
+    assert list(tokens) == ["sglang", "vllm"]
+    assert sum(tokens.values()) == found["looked_up_tokens"]
+    hits = {one["engine"]: one["sizes"][-1]["would_hit_tokens"] / tokens[one["engine"]] for one in found["engines"]}
+    assert hits == {"sglang": 6 / 10, "vllm": 2 / 6}
+    for at, size in enumerate(found["sizes"]):
+        assert size["would_hit_tokens"] == sum(one["sizes"][at]["would_hit_tokens"] for one in found["engines"])
+    lines = cli_status.table(msgspec.convert(daemon.status(), DaemonStatus)).splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("  of ")] == ["sglang", "vllm"]

@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def op_generate(
-    engine: Any, prompts: list[list[int]], max_tokens: int, salt: str | None, session: str | None = None
+    engine: Any, prompts: list[list[int]], max_tokens: int, salt: str | None = None, session: str | None = None
 ) -> dict[str, Any]:
     """All prompts at once, to their end."""
     sampling = {"temperature": 0, "max_new_tokens": max_tokens, "ignore_eos": True}

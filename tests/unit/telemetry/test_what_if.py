@@ -84,7 +84,7 @@ class World:
         self.others.append(L1(1 << 22, groups, object_pages, policy))
         self.curve = WhatIfCurve(pages, PAGE, policy, boundary_interval=CHUNK_TOKENS)  # at each all is stored
         self.looked_up = 0
-        spec = type("Spec", (), {"object_groups": groups, "chunk_tokens": CHUNK_TOKENS})
+        spec = type("Spec", (), {"object_groups": groups, "chunk_tokens": CHUNK_TOKENS, "engine_names": ("", "")})
         self.curve.handle(NamespaceFormed(0, "i", "m", b"", (spec,)))  # type: ignore[arg-type]
 
     def serve(self, prompt: Prompt) -> None:
@@ -166,7 +166,7 @@ def test_a_hit_of_a_hybrid_model_follows_the_rules_of_its_groups(policy: str) ->
 def test_a_boundary_needs_the_state_at_its_end() -> None:
     curve = WhatIfCurve(100, PAGE)
     groups = Groups(HYBRID, 1, CHUNK_TOKENS).objects
-    spec = type("Spec", (), {"object_groups": HYBRID, "chunk_tokens": CHUNK_TOKENS})
+    spec = type("Spec", (), {"object_groups": HYBRID, "chunk_tokens": CHUNK_TOKENS, "engine_names": ("", "")})
     curve.handle(NamespaceFormed(0, "i", "m", b"", (spec,)))  # type: ignore[arg-type]
     keys = keys_of(1, 0, 6)
     for group in groups[:2]:
@@ -311,7 +311,7 @@ class Hybrid:
         self.curve = curve or WhatIfCurve(100, PAGE)
         self.state_pages = state_pages
         self.full, self.state = Groups(self.GROUPS, 1, CHUNK_TOKENS).objects
-        spec = type("Spec", (), {"object_groups": self.GROUPS, "chunk_tokens": CHUNK_TOKENS})
+        spec = type("Spec", (), {"object_groups": self.GROUPS, "chunk_tokens": CHUNK_TOKENS, "engine_names": ("", "")})
         self.curve.handle(NamespaceFormed(0, "i", "m", b"", (spec,)))  # type: ignore[arg-type]
 
     def store(self, keys: bytes, state_at: int | None = None) -> None:
