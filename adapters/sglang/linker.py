@@ -139,9 +139,10 @@ class Linker(UnifiedCacheLinker):  # type: ignore[misc]
     def lookup(self, cache: RankCache, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         if {transfer.name for transfer in transfers} != self._groups.keys() or not (keys := transfers[0].keys):
             return []
-        found = cache.lookup(rid, keys)
         # SGLang takes the longest one, and of several ranks the longest that all have.
-        return list(found[-1:] if self._ranks.size == 1 else found)
+        if self._ranks.size > 1:
+            return list(cache.lookup(rid, keys))
+        return [longest] if (longest := cache.longest(rid, keys)) else []
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
         """Copy the pages now: SGLang aborts a request whose load fails later, and computes one whose load is refused."""
