@@ -81,11 +81,10 @@ class RememberedHits:
         self._lookups.next_pass()
 
     def pages(self, request_id: str, keys: Sequence[str]) -> int:
-        """Count the pages that the daemon has, from the first on; 0 while that is not known."""
-        return self._ask(request_id, keys)[1]
+        """Count the pages that the daemon has, from the first on; 0 while that is not known.
 
-    def _ask(self, request_id: str, keys: Sequence[str]) -> tuple[_Asked | None, int]:
-        """The memory of the request, and pages(). The first lookup after a connection forgets what was remembered, its own request among it."""
+        The first lookup after a connection forgets what was remembered, its own request among it.
+        """
         if len(keys) > MAX_CHUNKS:
             keys = keys[:MAX_CHUNKS]
         asked = self._asked.get(request_id)
@@ -93,7 +92,7 @@ class RememberedHits:
         if asked is None or hit is None:
             self.forget(request_id)
             if self._lookups.seconds_left <= 0 or not self._make_room():
-                return None, 0
+                return 0
             asked, hit = _Asked(Question(), list(keys)), 0
             self._asked[request_id] = asked
         again, asked.seen = asked.seen == self._pass, self._pass
@@ -102,7 +101,7 @@ class RememberedHits:
         self._any_again |= again
         if asked.known_until <= self._began and self._renew(request_id, asked, again):
             hit = asked.hit_from(keys) or 0
-        return asked, hit
+        return hit
 
     def _renew(self, request_id: str, asked: _Asked, again: bool) -> bool:
         """Begin a lookup or look for its answer, in the time of the pass. True if there is another answer."""
@@ -132,7 +131,7 @@ class RememberedHits:
 
     def boundaries(self, request_id: str, keys: Sequence[str]) -> Sequence[int]:
         """The numbers of first pages that can be loaded, counted as in pages(). With windows or states that is not every one up to the greatest."""
-        asked, pages = self._ask(request_id, keys)
+        pages, asked = self.pages(request_id, keys), self._asked.get(request_id)
         if not pages or asked is None or asked.question.answer is None:
             return ()
         before = asked.keys.index(keys[0])  # pages that SGLang itself has by now

@@ -226,11 +226,11 @@ class Linker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def _part(self, group: int, transfer: PoolTransfer) -> Part:
         """Slots are those of whole rows, in order."""
-        size, slots, keys = self._allocators[group].row_slots, transfer.device_indices, list(transfer.keys)
+        size, slots = self._allocators[group].row_slots, transfer.device_indices
         rows = [slot // size for slot in slots[::size].tolist()]
-        assert len(rows) * size == len(slots), "slots of whole rows"
-        assert len(rows) == len(keys), "a row for each key"
-        return Part(group, keys, rows)
+        assert len(rows) * size == slots.numel(), "slots of whole rows"
+        assert len(rows) == len(transfer.keys), "a row for each key"
+        return Part(group, transfer.keys, rows)
 
 
 def log_versions(rank: int) -> None:
