@@ -4,11 +4,14 @@
 
 first   Time to the first token of a real engine, prompt by prompt and engine by engine in turn: cold, warm from the linker after a flush,
         and asked once more, when SGLang's own cache has the prompt. SGLang's count of cached tokens must fit, else the run fails.
-decode  Milliseconds between the tokens of requests that decode, alone, while other prompts are loaded, and while they are computed.
-        Of a smaller model. Column loaded counts the prompts whose lookup was answered in time.
+decode  Milliseconds between the tokens of requests that decode, alone, while other prompts are loaded, while SGLang's own cache has them
+        (the floor: the rest of each is computed), and while they are computed. Of a smaller model. Column cached counts the prompts
+        that were: a lookup that was answered too late is a prompt that is computed.
 thread  SGLang's tree and a linker in this process, no model, linkers in turn. A pass with 32 waiting requests, none of which is
-        admitted, over a linker that answers [] at once. The floor of hits is one that answers all pages at once: SGLang's own cost
-        of a hit. The calls that begin a store and that load, as time of the clock and as time of the thread on the CPU.
+        admitted: SGLang asks about all, and about the first once more, as its policy lpm does. Times are over a linker that answers []
+        at once. The floor of hits is one that answers all pages at once: SGLang's own cost of a hit. Column fit counts the lookups
+        that the first pass of new requests begins. The calls that begin a store and that load, as time of the clock and as time of
+        the thread on the CPU.
 bound   Hit tokens that kvserver.load_wait_ms and kvserver.load_share leave out, by the adapter's own bound: with the rates that `first`
         measured, and calculated for rates that are assumed.
 
@@ -177,27 +180,31 @@ def decode(model: Path, folder: Path, requests: int = 4, tokens: int = 300) -> N
             lane.store(text)
         gaps: dict[str, list[float]] = {}
         # On a busy machine an answer may come too late for a pass: such a prompt is computed.
-        loaded: dict[str, int] = {}
+        hits: dict[str, int] = {}
         for name, beside, cached in (
             ("alone", [], []),
             ("loads", others, [CACHED] * len(others)),
+            ("own cache", others, [CACHED] * len(others)),
             ("prefills", [prompt(2000 + n) for n in range(8)], [0] * len(others)),
         ):
             lane.engine.flush()
+            for text in beside if name == "own cache" else ():
+                lane.engine.ask("generate", prompts=[text], max_tokens=1, salt=None)
             texts = [prompt(3000 + 10 * len(gaps) + n, 64) for n in range(requests)]
             answer = lane.engine.ask("decode", prompts=texts, max_tokens=tokens, beside=beside, pause=0.5)
-            loaded[name] = sum(found == CACHED for found in answer["cached"])
+            hits[name] = sum(found == CACHED for found in answer["cached"])
             assert name == "loads" or answer["cached"] == cached, f"{name}: {answer['cached']}"
             gaps[name] = [1000 * gap for gap in answer["gaps"]]
     for name, found in gaps.items():
         rows.append([
-            name, loaded[name], len(found), percentile(found, 0.5), percentile(found, 0.99), max(found),
+            name, hits[name], len(found), percentile(found, 0.5), percentile(found, 0.99), max(found),
             percentile(found, 0.99) / percentile(gaps["alone"], 0.99),
+            percentile(found, 0.99) / percentile(gaps["own cache"], 0.99),
         ])  # fmt: skip
     print(
         f"ms between the tokens of {requests} requests that decode, {SMALL_LAYERS} x {SMALL_HIDDEN}, while 8 prompts of {TOKENS} tokens arrive"
     )
-    print(table(["beside", "loaded", "samples", "p50", "p99", "most", "p99/alone"], rows), end="\n\n")
+    print(table(["beside", "cached", "samples", "p50", "p99", "most", "p99/alone", "p99/own cache"], rows), end="\n\n")
 
 
 # ---- the scheduler's thread ---------------------------------------------------------------
@@ -252,41 +259,76 @@ def passes(stages: dict[str, Any], known: list[list[int]], samples: int) -> str:
         "files, hits": (stages["files"], known),
     }
     waiting: dict[str, list[Any]] = {}
-    first_pass: dict[str, list[float]] = {name: [] for name in cases}
-    later: dict[str, list[float]] = {name: [] for name in cases}
+    first_pass, later, first_on_cpu, on_cpu = ({name: [] for name in cases} for _ in range(4))
+    fit: dict[str, list[float]] = {name: [] for name in cases}
 
-    on_cpu: dict[str, list[float]] = {name: [] for name in cases}
-
-    def one_pass(name: str) -> float:
+    def one_pass(name: str, took: dict[str, list[float]], ran: dict[str, list[float]]) -> None:
         stage = cases[name][0]
-        began, ran = time.perf_counter(), time.thread_time()
+        began, began_on_cpu = time.perf_counter(), time.thread_time()
         stage.next_pass()
-        for request in waiting[name]:
+        for request in (*waiting[name], waiting[name][0]):
             stage.match(request)
-        ran = time.thread_time() - ran
-        took = time.perf_counter() - began
-        on_cpu[name].append(1000 * ran)
-        return 1000 * took
+        ran[name].append(1000 * (time.thread_time() - began_on_cpu))
+        took[name].append(1000 * (time.perf_counter() - began))
+
+    def lookups(name: str) -> int:
+        linker = cases[name][0].linker
+        return int(linker.cache.counters["lookups"]) if name.startswith("kvserver") else 0
+
+    def answered(name: str) -> bool:
+        """A pass in which nothing of these requests was under way."""
+        before = lookups(name)
+        one_pass(name, {name: []}, {name: []})
+        return lookups(name) == before
 
     for number in range(samples):
         for name, (stage, texts) in cases.items():
             if number % 20 == 0:
                 waiting[name] = [stage.request(texts[n % len(texts)], rid=f"w{next(ids)}") for n in range(WAITING)]
-                first_pass[name].append(one_pass(name))
-                one_pass(name)  # the answers arrive
-                del on_cpu[name][-2:]
-            later[name].append(one_pass(name))
-    rows = []
+                before = lookups(name)
+                one_pass(name, first_pass, first_on_cpu)
+                fit[name].append(lookups(name) - before)
+                wait_until(lambda n=name: answered(n) and answered(n), 5, "all answers")
+            one_pass(name, later, on_cpu)
+    rows, first_rows = [], []
     for name, values in later.items():
-        floor = later["all at once" if name.endswith("hits") else "[] at once"]
+        floor = later[floor_of(name)]
         rows.append([
             name, percentile(values, 0.5), percentile(values, 0.99), median_excess(values, later["[] at once"]),
-            median_excess(values, floor), median_excess(on_cpu[name], on_cpu["[] at once"]),
-            median_excess(first_pass[name], first_pass["[] at once"]),
+            median_excess(values, floor),
+            *(median_excess(on_cpu[name], on_cpu[other]) for other in ("[] at once", floor_of(name))),
         ])  # fmt: skip
-    header = ["linker answers", "p50", "p99", "over []", "over its floor", "over [] on the CPU", "first pass over []"]
-    title = f"ms of a pass with {WAITING} waiting requests of {TOKENS} tokens: {samples} passes in turn, {samples // 20} first ones"
-    return f"{title}\n{table(header, rows)}"
+        over = [one - other for one, other in zip(first_pass[name], first_pass["[] at once"], strict=True)]
+        first_rows.append([
+            name, percentile(over, 0.5), percentile(over, 0.99),
+            *(median_excess(first_on_cpu[name], first_on_cpu[other]) for other in ("[] at once", floor_of(name))),
+            statistics.median(fit[name]),
+        ])  # fmt: skip
+    header = [
+        "linker answers",
+        "p50",
+        "p99",
+        "over []",
+        "over its floor",
+        "over [] on the CPU",
+        "over its floor on the CPU",
+    ]
+    first_header = [
+        "linker answers",
+        "over [], p50",
+        "p99",
+        "on the CPU",
+        "over its floor on the CPU",
+        "lookups that fit",
+    ]
+    return (
+        f"ms of a pass with {WAITING} waiting requests of {TOKENS} tokens: {samples} passes in turn\n{table(header, rows)}\n\n"
+        f"the same of the first pass, when all {WAITING} are new: {samples // 20} passes\n{table(first_header, first_rows)}"
+    )
+
+
+def floor_of(name: str) -> str:
+    return "all at once" if name.endswith("hits") else "[] at once"
 
 
 def median_excess(values: list[float], beside: list[float]) -> float:

@@ -82,8 +82,8 @@ class Dispatcher:
                         refused(number, reply)
 
     def wait(self, seconds: float) -> bool:
-        """Wait at most `seconds`, and at least a millisecond, for a reply. True if one has arrived."""
-        return self._session is not None and self._session.channel.wait(max(seconds, 0.001))
+        """Wait at most `seconds` for a reply. True if one has arrived."""
+        return self._session is not None and self._session.channel.wait(seconds)
 
     def timed_out(self) -> None:
         """The daemon of this session has not replied in time."""

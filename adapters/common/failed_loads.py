@@ -38,7 +38,7 @@ class FailedLoads:
         self._stores: OrderedDict[int, tuple[list[_Key], int, int]] = OrderedDict()
 
     def __bool__(self) -> bool:
-        return len(self) > 0
+        return bool(self._keys) and len(self) > 0  # a lookup of SGLang's asks each time: without keys no clock is read
 
     def __len__(self) -> int:
         now = self._clock()

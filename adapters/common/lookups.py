@@ -59,7 +59,7 @@ class Lookups:
         self._answers_at_once = answers_at_once
         self._counters = counters
         self._timeout_seconds = settings.lookup_timeout_ms / 1000
-        self._poll_seconds = self._poll_left = settings.lookup_poll_ms / 1000
+        self._poll_seconds = self.seconds_left = settings.lookup_poll_ms / 1000  # `seconds_left`: of this pass
         self._age_seconds = self._longest_age = settings.lookup_age_ms / 1000
         self._waiting: dict[Question, tuple[Lookup, TailOf]] = {}  # for a place in the queue, the oldest first
         self._in_flight: dict[Question, int] = {}  # the messages' numbers
@@ -78,7 +78,7 @@ class Lookups:
 
     def next_pass(self) -> None:
         """A scheduler pass ends. Lookups that wait are sent, the oldest first."""
-        self._poll_left = self._poll_seconds
+        self.seconds_left = self._poll_seconds
         self._full = self._received = False
         self._send_waiting()
 
@@ -177,16 +177,22 @@ class Lookups:
             self._dispatcher.receive()
             self._fills.end_late()
 
-    def answer_to(self, question: Question) -> Answer | None:
-        """The answer; waits for it within what is left of this pass's time. REQUIRES: no lookup must be sent."""
+    def known_until(self, question: Question) -> float:
+        """Time at which the lookup must be sent again; 0 while it, or a fill, is under way. Another session ends it before."""
+        if question.answer is None or self._is_asked(question) or question in self._fills:
+            return 0.0
+        return question.answer.at + self._longest_age
+
+    def answer_to(self, question: Question, waits: bool = True) -> Answer | None:
+        """The answer; with `waits`, waits for it within what is left of this pass's time. REQUIRES: no lookup must be sent."""
         if self.awaits_fill(question) and not self._answers_at_once:
             return None
         if question.answer is not None and not self._is_asked(question):
             return question.answer
         question.deadline = question.deadline or time.monotonic() + self._timeout_seconds
-        if question.answer is not None:
+        if question.answer is not None or not waits:
             self._receive_once()
-        replied = question.answer is None
+        replied = waits and question.answer is None
         while replied:
             self._dispatcher.receive()
             self._try_send(question)  # the places that answers free are for the request that is scheduled now
@@ -203,11 +209,11 @@ class Lookups:
 
     def _wait(self) -> bool:
         """Wait for a reply, to any question."""
-        if self._poll_left <= 0 or self._dispatcher.usable() is None:
+        if self.seconds_left <= 0 or self._dispatcher.usable() is None:
             return False
         began = time.monotonic()
-        replied = self._dispatcher.wait(self._poll_left)
-        self._poll_left -= time.monotonic() - began
+        replied = self._dispatcher.wait(self.seconds_left)
+        self.seconds_left -= time.monotonic() - began
         return replied
 
     def _give_up(self, question: Question) -> None:

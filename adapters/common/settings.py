@@ -32,7 +32,11 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = 100.0
     lookup_poll_ms: Annotated[
-        float, Meta(gt=0, description="How long the scheduler waits for lookups in one pass, all requests together.")
+        float,
+        Meta(
+            gt=0,
+            description="How long the scheduler waits for lookups in one pass, all requests together. With SGLang the time in which lookups are begun counts, too.",
+        ),
     ] = 1.0
     lookup_age_ms: Annotated[
         float,

@@ -104,10 +104,16 @@ class RankCache:
     def lookup(self, request_id: str, keys: list[str]) -> Sequence[int]:
         """The numbers of pages, from the first on, that are worth a load and can be loaded. Ascending."""
         if self._groups == 1:
-            return range(1, self._worth_loading(keys, self._hits.pages(request_id, keys)) + 1)
+            return range(1, self.longest(request_id, keys) + 1)
         found = self._hits.boundaries(request_id, keys)
         most = self._worth_loading(keys, found[-1]) if found else 0
         return [pages for pages in found if pages <= most]
+
+    def longest(self, request_id: str, keys: list[str]) -> int:
+        """The greatest number of lookup(), 0 if it has none."""
+        if self._groups == 1:
+            return self._worth_loading(keys, self._hits.pages(request_id, keys))
+        return max(self.lookup(request_id, keys), default=0)
 
     def _worth_loading(self, keys: list[str], pages: int) -> int:
         pages = self._budget.affordable(pages)

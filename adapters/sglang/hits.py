@@ -4,13 +4,18 @@ SGLang asks about each waiting request in each pass, takes an answer at once, an
 "ask again later". A request's keys begin at the first page that SGLang itself has not, so they may begin further on, or further
 back, in a later pass.
 
-The time of a pass is bounded whatever the queue: few lookups are begun in one, and a request that finds no room has no hit yet.
+A pass has one bound for the time in which lookups are begun and answers are waited for and received, whatever the queue. Requests that
+SGLang asks about first go first. Once the time is used up no lookup begins: others have no hit yet, and go in a later pass.
+
+Some of SGLang's policies ask about all waiting requests first, and about those that are admitted once more. Then only the second
+question waits for its answer: until then the time is for more lookups.
 
 Owns: the remembered answers. Refuses to know: SGLang's transfers, and the wire (`lookups`).
 """
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,14 +24,14 @@ from kvserver.adapters.common.lookups import Lookups, Question
 from kvserver.protocol import MAX_CHUNKS, Lookup, LookupTail
 
 MOST_REMEMBERED = 4096  # requests; the ends of requests reach no linker
-MOST_BEGUN = 128  # lookups in a pass; the others wait for a later one
 
 
 @dataclass(eq=False)
 class _Asked:
     question: Question
     keys: list[str]  # of the pages that were looked up, as hexadecimal digits
-    seen: int = 0  # the last pass in which SGLang has asked
+    seen: int = -1  # the last pass in which SGLang has asked
+    known_until: float = 0.0  # before that the answer stays as it is
 
     def hit_from(self, keys: Sequence[str]) -> int | None:
         """Count the pages that the answer covers, from the first on; None if it states nothing about them.
@@ -51,47 +56,68 @@ class _Asked:
 class RememberedHits:
     """`message` makes the Lookup of a request's keys."""
 
-    def __init__(self, lookups: Lookups, message: Callable[[str, bytes], Lookup]) -> None:
+    def __init__(
+        self,
+        lookups: Lookups,
+        message: Callable[[str, bytes], Lookup],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._lookups = lookups
         self._message = message
+        self._clock = clock
         # The one that SGLang has not asked about for longest first.
         self._asked: OrderedDict[str, _Asked] = OrderedDict()
         self._pass = 0
-        self._begun = 0  # lookups, in this pass
+        self._began = clock()  # the pass
+        self._any_asked = self._any_again = False  # in this pass: about a request, and about one more than once
+        self._asks_again = False  # in the last pass with questions
 
     def next_pass(self) -> None:
         self._pass += 1
-        self._begun = 0
+        self._began = self._clock()
+        if self._any_asked:
+            self._asks_again = self._any_again
+        self._any_asked = self._any_again = False
         self._lookups.next_pass()
 
     def pages(self, request_id: str, keys: Sequence[str]) -> int:
-        """Count the pages that the daemon has, from the first on; 0 while that is not known."""
-        return self._ask(request_id, keys)[1]
+        """Count the pages that the daemon has, from the first on; 0 while that is not known.
 
-    def _ask(self, request_id: str, keys: Sequence[str]) -> tuple[_Asked | None, int]:
-        """The memory of the request, and pages(). The first lookup after a connection forgets what was remembered, its own request among it."""
+        The first lookup after a connection forgets what was remembered, its own request among it.
+        """
         if len(keys) > MAX_CHUNKS:
             keys = keys[:MAX_CHUNKS]
         asked = self._asked.get(request_id)
         hit = asked.hit_from(keys) if asked is not None else None
         if asked is None or hit is None:
             self.forget(request_id)
-            if self._begun >= MOST_BEGUN or not self._make_room():
-                return None, 0
+            if self._lookups.seconds_left <= 0 or not self._make_room():
+                return 0
             asked, hit = _Asked(Question(), list(keys)), 0
             self._asked[request_id] = asked
-        asked.seen = self._pass
+        again, asked.seen = asked.seen == self._pass, self._pass
         self._asked.move_to_end(request_id)
-        question, before = asked.question, asked.question.answer
-        if self._lookups.must_send(question):
-            if self._begun >= MOST_BEGUN:
-                return asked, hit
-            self._begun += 1
+        self._any_asked = True
+        self._any_again |= again
+        if asked.known_until <= self._began and self._renew(request_id, asked, again):
+            hit = asked.hit_from(keys) or 0
+        return hit
+
+    def _renew(self, request_id: str, asked: _Asked, again: bool) -> bool:
+        """Begin a lookup or look for its answer, in the time of the pass. True if there is another answer."""
+        question, before, began, left = asked.question, asked.question.answer, self._clock(), self._lookups.seconds_left
+        waits = again or (left > 0 and not self._asks_again)
+        if must_send := self._lookups.must_send(question):
+            if left <= 0:
+                return question.answer is not before
             packed = bytes.fromhex("".join(asked.keys))
             self._lookups.send(question, self._message(request_id, packed), _no_tail)
-        if self._lookups.answer_to(question) is before:
-            return asked, hit
-        return asked, asked.hit_from(keys) or 0
+            self._lookups.seconds_left = left - (self._clock() - began)
+        if waits or not must_send:
+            self._lookups.answer_to(question, waits)
+            self._lookups.seconds_left = left - (self._clock() - began)
+        asked.known_until = self._lookups.known_until(question)
+        return question.answer is not before
 
     def _make_room(self) -> bool:
         """Forget a request that SGLang asks about no more, if there are many. False if it asks about all of them."""
@@ -105,7 +131,7 @@ class RememberedHits:
 
     def boundaries(self, request_id: str, keys: Sequence[str]) -> Sequence[int]:
         """The numbers of first pages that can be loaded, counted as in pages(). With windows or states that is not every one up to the greatest."""
-        asked, pages = self._ask(request_id, keys)
+        pages, asked = self.pages(request_id, keys), self._asked.get(request_id)
         if not pages or asked is None or asked.question.answer is None:
             return ()
         before = asked.keys.index(keys[0])  # pages that SGLang itself has by now

@@ -22,6 +22,8 @@ def packed(hashes: Sequence[str]) -> bytes:
 def keys_of(hashes: bytes) -> bytes:
     """The keys of these hashes, 32 bytes each, end to end."""
     words = array("Q", hashes)
-    for to, word in enumerate([words[(to + 1) % _WORDS :: _WORDS] for to in range(_WORDS)]):
-        words[to::_WORDS] = word
+    first = words[::_WORDS]
+    words.append(0)
+    words = words[1:]  # all words but the last of each key
+    words[_WORDS - 1 :: _WORDS] = first
     return words.tobytes()

@@ -139,9 +139,10 @@ class Linker(UnifiedCacheLinker):  # type: ignore[misc]
     def lookup(self, cache: RankCache, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         if {transfer.name for transfer in transfers} != self._groups.keys() or not (keys := transfers[0].keys):
             return []
-        found = cache.lookup(rid, keys)
         # SGLang takes the longest one, and of several ranks the longest that all have.
-        return list(found[-1:] if self._ranks.size == 1 else found)
+        if self._ranks.size > 1:
+            return list(cache.lookup(rid, keys))
+        return [longest] if (longest := cache.longest(rid, keys)) else []
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
         """Copy the pages now: SGLang aborts a request whose load fails later, and computes one whose load is refused."""
@@ -225,11 +226,11 @@ class Linker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def _part(self, group: int, transfer: PoolTransfer) -> Part:
         """Slots are those of whole rows, in order."""
-        size, slots, keys = self._allocators[group].row_slots, transfer.device_indices, list(transfer.keys)
+        size, slots = self._allocators[group].row_slots, transfer.device_indices
         rows = [slot // size for slot in slots[::size].tolist()]
-        assert len(rows) * size == len(slots), "slots of whole rows"
-        assert len(rows) == len(keys), "a row for each key"
-        return Part(group, keys, rows)
+        assert len(rows) * size == slots.numel(), "slots of whole rows"
+        assert len(rows) == len(transfer.keys), "a row for each key"
+        return Part(group, transfer.keys, rows)
 
 
 def log_versions(rank: int) -> None:

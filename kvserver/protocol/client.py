@@ -27,6 +27,7 @@ import zmq
 from kvserver.protocol.codec import decode_attach_reply, decode_reply, encode
 from kvserver.protocol.endpoint import NotPermitted, barrier, connect, why_refused
 from kvserver.protocol.errors import ErrorCode
+from kvserver.protocol.fine_wait import wait_readable
 from kvserver.protocol.messages import (
     PROTOCOL_VERSION,
     Attach,
@@ -93,8 +94,13 @@ class Channel:
                 yield int.from_bytes(frames[0], "little"), decode_reply(frames[1])
 
     def wait(self, seconds: float) -> bool:
-        """Wait at most `seconds` for a reply. True if one has arrived."""
-        return bool(self._socket.poll(max(0, int(seconds * 1000)), zmq.POLLIN))
+        """Wait at most `seconds`, also parts of a millisecond, for a reply. True if one has arrived."""
+        deadline = time.monotonic() + seconds
+        while not int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
+            if (left := deadline - time.monotonic()) <= 0:
+                return False
+            wait_readable(int(self._socket.FD), left)
+        return True
 
     def wait_or(self, wake: int | zmq.Socket[bytes], seconds: float | None = None) -> None:
         """Wait until a reply has arrived or `wake`, a descriptor or socket, is readable; at most `seconds`, if given."""

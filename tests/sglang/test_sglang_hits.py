@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Sequence
 
@@ -23,6 +24,7 @@ class AnsweredLookups:
         self.found, self.polls, self.boundaries = found, polls, boundaries
         self.sent: list[bytes] = []
         self.dropped = 0
+        self.seconds_left = 1.0
 
     def must_send(self, question: Question) -> bool:
         return question.answer is None and question.deadline == 0
@@ -34,7 +36,10 @@ class AnsweredLookups:
         hit = max(0, min(self.found - first, len(message.keys) // 32))
         self._answer = Answer(hit, time.monotonic(), boundaries=self.boundaries)
 
-    def answer_to(self, question: Question) -> Answer | None:
+    def known_until(self, question: Question) -> float:
+        return math.inf if question.answer is not None else 0
+
+    def answer_to(self, question: Question, waits: bool = True) -> Answer | None:
         self.polls -= 1
         if self.polls < 0:
             question.answer = self._answer
@@ -47,8 +52,12 @@ class AnsweredLookups:
         self.dropped += 1
 
 
+def lookup_of(request_id: str, keys: bytes) -> Lookup:
+    return Lookup("i", "n", request_id, 1, keys)
+
+
 def remembered(lookups: AnsweredLookups) -> RememberedHits:
-    return RememberedHits(lookups, lambda request_id, keys: Lookup("i", "n", request_id, 1, keys))  # type: ignore[arg-type]
+    return RememberedHits(lookups, lookup_of)  # type: ignore[arg-type]
 
 
 def test_a_request_is_looked_up_once_however_often_it_is_asked_about() -> None:
@@ -133,11 +142,67 @@ def test_requests_that_sglang_asks_about_no_more_are_forgotten(monkeypatch: pyte
     assert (len(lookups.sent), lookups.dropped) == (5, 2)
 
 
-def test_few_lookups_begin_in_one_pass_and_the_others_in_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hits, "MOST_BEGUN", 4)
-    lookups = AnsweredLookups(found=6)
-    found = remembered(lookups)
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class SlowLookups(AnsweredLookups):
+    """Lookups of which each takes 300 us to begin, and whose answers take `answer_seconds`, within a pass of 1 ms."""
+
+    def __init__(self, clock: Clock, answer_seconds: float) -> None:
+        super().__init__(found=6)
+        self._clock, self._answer_seconds = clock, answer_seconds
+        self._due: dict[Question, float] = {}
+
+    def next_pass(self) -> None:
+        self.seconds_left = 0.001
+
+    def send(self, question: Question, message: Lookup, tail_of: LookupTail) -> None:
+        super().send(question, message, tail_of)
+        self._clock.now += 0.0003
+        self._due[question] = self._clock.now + self._answer_seconds
+
+    def answer_to(self, question: Question, waits: bool = True) -> Answer | None:
+        if waits and self.seconds_left > 0:
+            self._clock.now += max(0.0, min(self._due[question] - self._clock.now, self.seconds_left))
+        if self._clock.now >= self._due[question]:
+            question.answer = self._answer
+        return question.answer
+
+
+def test_lookups_begin_while_the_time_of_the_pass_lasts_and_the_others_in_later_ones() -> None:
+    lookups = SlowLookups(clock := Clock(), answer_seconds=0)
+    found = RememberedHits(lookups, lookup_of, clock)  # type: ignore[arg-type]
     for begun in (4, 8, 10, 10):
         found.next_pass()
+        began = clock.now
         assert [found.pages(str(number), KEYS) for number in range(10)] == [6] * begun + [0] * (10 - begun)
+        assert clock.now - began < 0.001 + 0.0003, "one lookup may end behind the bound"
         assert len(lookups.sent) == begun
+        clock.now += 1
+
+
+def test_a_wait_for_an_answer_leaves_less_time_for_lookups() -> None:
+    lookups = SlowLookups(clock := Clock(), answer_seconds=0.0004)
+    found = RememberedHits(lookups, lookup_of, clock)  # type: ignore[arg-type]
+    found.next_pass()
+    assert [found.pages(str(number), KEYS) for number in range(10)] == [6] + [0] * 9
+    assert (len(lookups.sent), round(clock.now, 6)) == (2, 0.001), "the second one's answer was not there in time"
+
+
+def test_where_sglang_asks_again_before_it_admits_only_the_second_question_waits() -> None:
+    lookups = SlowLookups(clock := Clock(), answer_seconds=0.00035)
+    found = RememberedHits(lookups, lookup_of, clock)  # type: ignore[arg-type]
+    found.next_pass()
+    assert [found.pages("first", KEYS) for _ in range(2)] == [6, 6]
+    found.next_pass()
+    assert [found.pages(str(number), KEYS) for number in range(2)] == [0, 0]
+    assert len(lookups.sent) == 3, "no answer was waited for"
+    assert [found.pages(str(number), KEYS) for number in range(2)] == [6, 6]
+    found.next_pass()
+    assert [found.pages(str(number), KEYS) for number in range(2)] == [6, 6]
+    found.next_pass()
+    assert found.pages("another", KEYS) == 6, "in the pass before SGLang asked once, so the first question waits"
