@@ -559,6 +559,6 @@ def test_state_that_finds_no_room_leaves_no_part_of_it(path: Path, monkeypatch: 
 
     monkeypatch.setattr(os, "fsync", no_room)
     with pytest.raises(OSError, match="No space"):
-        file.write_state(b"state")
+        file.write_state([b"state"])
     assert sorted(path.parent.iterdir()) == [path]
     os.close(file.fd)
