@@ -68,7 +68,7 @@ def state_of(path: Path) -> Path:
 
 def refusal(daemon: Daemon) -> str:
     """The one line with which a daemon with these flags ends."""
-    ended = subprocess.run(daemon.command(), capture_output=True, text=True, timeout=20)
+    ended = subprocess.run(daemon.command(), capture_output=True, text=True, timeout=120)
     assert ended.returncode == 2, ended.stderr
     (line,) = ended.stderr.strip().splitlines()
     return line
