@@ -50,7 +50,7 @@ class Steps:
         assert self.daemon.terminate() == 0
         assert self.end(0) == 0
         self.daemon.start()
-        wait_until(lambda: len(self._report.read_text().splitlines()) == 2, what="both are counted")
+        wait_until(lambda: len(self._report.read_text().splitlines()) == 2, 120, what="both are counted")
         first, last = (line.split() for line in self._report.read_text().splitlines())
         assert (first[0], last[0]) == ("start", "end")
         return int(first[1]), int(last[1])

@@ -58,7 +58,7 @@ def start(daemon: Daemon, **flags: Any) -> Daemon:
     daemon.flags |= flags
     (daemon.folder / "log").unlink()
     daemon.start()
-    wait_until(lambda: "L1 kept" in daemon.log or "L1 begins empty" in daemon.log, what="L1 is adopted")
+    wait_until(lambda: "L1 kept" in daemon.log or "L1 begins empty" in daemon.log, 120, what="L1 is adopted")
     return daemon
 
 

@@ -138,7 +138,7 @@ def test_clear_reaches_chunks_that_wait_or_are_adopted(file: L1File, waits: bool
     report = Clears(upkeep).clear(ClearRequest(model_name=cleared), print)  # type: ignore[arg-type]
     assert isinstance(report, ClearReport), report
     tier.answers = True
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while kept_l1.ids_of_model("m") or kept_l1.ids_of_model("n"):
         kept_l1.step()
         assert time.monotonic() < deadline
