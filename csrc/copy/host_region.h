@@ -48,8 +48,9 @@ class HostRegion : public std::enable_shared_from_this<HostRegion> {
     // memory then. REQUIRES: they are within the region.
     bool populate(uint64_t offset, uint64_t bytes);
 
-    // Unmap all pages by `threads` threads; the bytes stay in the file. The end of the process would
-    // do it by one, which takes as long as their digests. REQUIRES: it is a file's; nothing copies.
+    // Unmap all pages by `threads` threads; the bytes stay in the file. The end of the process
+    // would do it by one, for as long as their digests take. REQUIRES: it is a file's; nothing
+    // copies.
     void unmap_pages(unsigned threads);
 
     // The first `pinned_bytes` bytes are pinned for GPUs, in registrations of kPinBytes; no copy
