@@ -48,7 +48,6 @@ from kvserver.web.pages import StatusPages
 log = logging.getLogger("kvserver")
 
 _KEPT_ALIVE_THROUGH = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # each would end the daemon, at its start too
-_LAST_EVENTS_SECONDS = 2.0
 _LAST_WORDS_MS = 100  # for replies on their way to engines when a device is lost
 EXIT_DEVICE_LOST = 3  # a GPU failed for good: a new process may have better luck
 
@@ -99,7 +98,9 @@ def _run(configuration: Configuration, hardware: Hardware, drain_seconds: float)
         drained, lost = parts.upkeep.drain(drain_seconds), devices.lost
         if not drained and not lost:
             os._exit(1)  # the kernel closes the lifelines, after the copying threads have ended
-        stays = _end_l1(parts) if kept_l1.keeps and drained and not lost else ""
+        stays = ""
+        if kept_l1.keeps and drained and not lost:
+            stays = kept_l1.end(cache, parts.observability.hub, parts.observability.flush)
         parts.observability.close(pages.last_families)
         if lost:
             _exit_lost(lost, endpoint)
@@ -223,12 +224,6 @@ def _freeze_garbage() -> None:
 
 
 # ---- end ----------------------------------------------------------------------------------------
-
-
-def _end_l1(parts: Parts) -> str:
-    """Leave L1 to the next daemon; returns what stays, for people."""
-    parts.bus.flush(_LAST_EVENTS_SECONDS)
-    return parts.kept_l1.end(parts.cache, parts.observability.hub)
 
 
 def _exit_lost(lost: str, endpoint: Endpoint) -> NoReturn:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from kvserver.telemetry.otlp import OtlpMetrics
     from kvserver.telemetry.tracing import Traces
 
-_LAST_EVENTS_SECONDS = 2.0  # for the events that are queued when the daemon stops
+_LAST_EVENTS_SECONDS = 2.0  # in all, for the events that are queued when the daemon stops
 
 
 class Observability:
@@ -93,6 +93,7 @@ class Observability:
         if self.recorder is not None:
             subscribers.append(self.recorder)
         self.bus = Bus(subscribers, idle=self._tick)
+        self._until = 0.0  # the end of the time for the last events
 
     def _tick(self) -> None:
         self.what_if.tick()
@@ -125,11 +126,16 @@ class Observability:
         if self.sender is not None:
             self.sender.start(read)
 
+    def flush(self) -> bool:
+        """Wait for the queued events, as long as close() would: the time counts from the first call on. False if some are left."""
+        self._until = self._until or time.monotonic() + _LAST_EVENTS_SECONDS
+        return self.bus.flush(max(0.0, self._until - time.monotonic()))
+
     def close(self, read: Callable[[], list[Family]]) -> None:
         """Handle and send what is queued, for a few seconds at most. `read` is called after the events were handled."""
-        self.bus.flush(_LAST_EVENTS_SECONDS)
+        self.flush()
         last = read()
-        self.bus.close(_LAST_EVENTS_SECONDS)
+        self.bus.close(max(_LAST_EVENTS_SECONDS / 4, self._until - time.monotonic()))
         self.observers.close()
         if self.sender is not None:
             self.sender.close(last)

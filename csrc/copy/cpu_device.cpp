@@ -17,14 +17,20 @@ constexpr uint64_t kBatchBytes = 1 << 20;
 
 }  // namespace
 
-CpuDevice::CpuDevice(std::shared_ptr<HostRegion> region, uint64_t page_bytes, unsigned threads,
+CpuDevice::CpuDevice(std::shared_ptr<HostRegion> region, uint64_t page_bytes,
                      std::function<void(uint64_t)> before_block)
     : l1_{std::move(region), page_bytes},
       before_block_(std::move(before_block)),
       maps_([this](const MapJob& job) { completions_.push(run_map_job(job)); }) {
-    if (threads == 0) throw std::invalid_argument("a CPU device needs at least one thread");
     check_l1(l1_);
     install_sigbus_guard();
+}
+
+// By the constructor above: so the destructor ends those there are if a thread cannot be made.
+CpuDevice::CpuDevice(std::shared_ptr<HostRegion> region, uint64_t page_bytes, unsigned threads,
+                     std::function<void(uint64_t)> before_block)
+    : CpuDevice(std::move(region), page_bytes, std::move(before_block)) {
+    if (threads == 0) throw std::invalid_argument("a CPU device needs at least one thread");
     for (unsigned i = 0; i < threads; ++i) threads_.emplace_back([this] { run_copies(); });
 }
 

@@ -22,7 +22,7 @@ namespace kvserver {
 class CpuDevice final : public Device {
   public:
     // before_block: called with its position in the copy. For tests, which act in the middle of
-    // one; the daemon has none.
+    // one; the daemon has none. Throws std::system_error if the system makes no more threads.
     CpuDevice(std::shared_ptr<HostRegion> region, uint64_t page_bytes, unsigned threads,
               std::function<void(uint64_t)> before_block = {});
     ~CpuDevice()
@@ -37,6 +37,8 @@ class CpuDevice final : public Device {
     void submit_unmap(uint64_t ticket, std::vector<std::shared_ptr<Mapping>> mappings) override;
 
   private:
+    CpuDevice(std::shared_ptr<HostRegion> region, uint64_t page_bytes,
+              std::function<void(uint64_t)> before_block);
     void run_copies();
     std::shared_ptr<CopyJob> front_job();
     void copy_batch(CopyJob& job, uint64_t first, uint64_t last);

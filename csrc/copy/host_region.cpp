@@ -6,11 +6,14 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <cerrno>
 #include <cstring>
 #include <stdexcept>
+
+#include "copy/threads.h"
 
 namespace kvserver {
 
@@ -77,6 +80,15 @@ HostRegion::~HostRegion() { munmap(data_, mapped_bytes_); }
 
 bool HostRegion::populate(uint64_t offset, uint64_t bytes) {
     return madvise(data_ + offset, bytes, kPopulateWrite) == 0;
+}
+
+void HostRegion::unmap_pages(unsigned threads) {
+    constexpr uint64_t kPart = 64ull << 20;
+    std::atomic<uint64_t> next{0};
+    run_by(threads, [&] {
+        for (uint64_t at; (at = next.fetch_add(kPart)) < mapped_bytes_;)
+            (void)madvise(data_ + at, std::min(kPart, mapped_bytes_ - at), MADV_DONTNEED);
+    });
 }
 
 NumaPolicy numa_policy_at(const void* address) {

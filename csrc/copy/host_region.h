@@ -48,6 +48,11 @@ class HostRegion : public std::enable_shared_from_this<HostRegion> {
     // memory then. REQUIRES: they are within the region.
     bool populate(uint64_t offset, uint64_t bytes);
 
+    // Unmap all pages by `threads` threads; the bytes stay in the file. The end of the process
+    // would do it by one, for as long as their digests take. REQUIRES: it is a file's; nothing
+    // copies.
+    void unmap_pages(unsigned threads);
+
     // The first `pinned_bytes` bytes are pinned for GPUs, in registrations of kPinBytes; no copy
     // may span two of them. Only a Pinner changes it.
     static constexpr uint64_t kPinBytes = 256ull << 20;

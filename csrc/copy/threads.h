@@ -1,6 +1,7 @@
 // threads.h: calls of the system for a device's threads.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <system_error>
 #include <thread>
@@ -23,6 +24,16 @@ std::vector<std::thread> make_threads(unsigned count, const Work& work) {
     } catch (const std::system_error&) {
     }
     return threads;
+}
+// Run `work` by this thread and up to `threads` - 1 others; returns when all have ended.
+template <typename Work>
+void run_by(unsigned threads, const Work& work) {
+    std::vector<std::thread> others = make_threads(std::max(1u, threads) - 1, [&] {
+        block_signals();
+        work();
+    });
+    work();
+    for (std::thread& other : others) other.join();
 }
 
 }  // namespace kvserver

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <deque>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -16,20 +17,24 @@ namespace kvserver {
 Lane::Lane(const L1& l1, std::shared_ptr<Gpu> gpu, CompletionQueue& completions, GpuOptions options)
     : l1_(l1), gpu_(std::move(gpu)), completions_(completions), options_(options) {
     for (unsigned i = 0; i < kSlots; ++i) idle_.push_back(&slots_.emplace_back());
-    submits_ = std::thread([this] { run_submits(); });
-    ends_ = std::thread([this] { run_ends(); });
-    grows_ = std::thread([this] { run_growth(); });
+    try {
+        for (auto run : {&Lane::run_submits, &Lane::run_ends, &Lane::run_growth})
+            threads_.emplace_back(run, this);
+    } catch (const std::system_error&) {
+        end_threads();
+        throw;
+    }
 }
 
-Lane::~Lane() {
+Lane::~Lane() { end_threads(); }
+
+void Lane::end_threads() {
     {
         std::lock_guard lock(mutex_);
         stopping_ = true;
     }
     wake_.notify_all();
-    grows_.join();
-    submits_.join();
-    ends_.join();
+    for (std::thread& thread : threads_) thread.join();
 }
 
 void Lane::submit(std::shared_ptr<CopyJob> job) {

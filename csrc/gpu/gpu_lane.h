@@ -26,6 +26,7 @@ namespace kvserver {
 // it may still write into their blocks and pages until the process ends.
 class Lane {
   public:
+    // Throws std::system_error if the system makes no more threads.
     Lane(const L1& l1, std::shared_ptr<Gpu> gpu, CompletionQueue& completions, GpuOptions options);
     ~Lane();                                    // waits for batches in flight, drops the rest
     void submit(std::shared_ptr<CopyJob> job);  // REQUIRES: check_job() passed
@@ -65,6 +66,7 @@ class Lane {
         std::string fault;  // why not all of it was queued
     };
 
+    void end_threads();
     void run_submits();
     void run_ends();
     std::deque<Shared>* next_queue();
@@ -123,7 +125,7 @@ class Lane {
     bool queuing_ = false;  // the submitting thread is giving the GPU a batch
     bool submits_over_ = false;
     bool loss_over_ = false;  // the GPU is lost, and what could end has
-    std::thread submits_, ends_, grows_;
+    std::vector<std::thread> threads_;
 };
 
 }  // namespace kvserver

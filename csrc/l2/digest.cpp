@@ -31,4 +31,11 @@ DigestBytes Digest::value() const {
 
 uint64_t checksum(std::string_view data) { return XXH3_64bits(data.data(), data.size()); }
 
+uint64_t checksum(const std::vector<std::string_view>& parts) {
+    XXH3_state_t state;
+    XXH3_64bits_reset(&state);
+    for (std::string_view part : parts) XXH3_64bits_update(&state, part.data(), part.size());
+    return XXH3_64bits_digest(&state);
+}
+
 }  // namespace kvserver

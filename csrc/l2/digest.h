@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <string_view>
+#include <vector>
 
 namespace kvserver {
 
@@ -26,5 +27,6 @@ class Digest {
 };
 
 uint64_t checksum(std::string_view data);  // XXH3-64
+uint64_t checksum(const std::vector<std::string_view>& parts);  // of all, end to end
 
 }  // namespace kvserver

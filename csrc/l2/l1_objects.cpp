@@ -5,7 +5,6 @@
 #include <atomic>
 #include <numeric>
 #include <stdexcept>
-#include <thread>
 
 #include "copy/threads.h"
 
@@ -63,7 +62,7 @@ std::vector<DigestBytes> digest_objects(const L1& l1, const std::vector<uint32_t
     std::exclusive_scan(counts.begin(), counts.end(), firsts.begin(), size_t{0});
     std::vector<DigestBytes> digests(counts.size());
     std::atomic<size_t> next{0};
-    const auto work = [&] {
+    run_by(threads, [&] {
         for (size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < counts.size();) {
             if (deadline_nanos != 0 && monotonic_nanos() > deadline_nanos) return;
             Digest digest;
@@ -72,13 +71,7 @@ std::vector<DigestBytes> digest_objects(const L1& l1, const std::vector<uint32_t
                               extents[at].count * l1.page_bytes);
             digests[i] = digest.value();
         }
-    };
-    std::vector<std::thread> others = make_threads(std::max(1u, threads) - 1, [&] {
-        block_signals();
-        work();
     });
-    work();
-    for (std::thread& other : others) other.join();
     return digests;
 }
 

@@ -189,6 +189,9 @@ NB_MODULE(_native, m) {
                 return region.populate(offset, bytes);
             },
             "offset"_a, "bytes"_a, "Make the memory of these bytes; `host_region.h` is the manual.")
+        .def("unmap_pages", &HostRegion::unmap_pages, "threads"_a,
+             nb::call_guard<nb::gil_scoped_release>(),
+             "Unmap what is in a file; `host_region.h` is the manual.")
         .def_prop_ro("pinned_bytes",
                      [](const HostRegion& region) { return region.pinned_bytes.load(); })
         .def_prop_ro("numa_error", &HostRegion::numa_error)

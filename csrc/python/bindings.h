@@ -39,6 +39,13 @@ inline std::string_view view(const nanobind::bytes& raw) { return {raw.c_str(), 
 inline nanobind::bytes to_bytes(std::string_view raw) {
     return nanobind::bytes(raw.data(), raw.size());
 }
+// To be filled before any other sees it.
+inline nanobind::bytes new_bytes(size_t size) {
+    nanobind::object made =
+        nanobind::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size)));
+    if (!made.is_valid()) throw nanobind::python_error();
+    return nanobind::borrow<nanobind::bytes>(made);
+}
 
 // A slot of Python: pairs of u32. Throws std::invalid_argument if it is not whole pairs.
 std::vector<Extent> to_extents(const nanobind::bytes& raw);

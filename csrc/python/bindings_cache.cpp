@@ -143,12 +143,10 @@ class ObjectTable {
 
     static nb::bytes joined(const char* first, size_t first_bytes, const char* second,
                             size_t second_bytes) {
-        const auto size = static_cast<Py_ssize_t>(first_bytes + second_bytes);
-        nb::object both = nb::steal(PyBytes_FromStringAndSize(nullptr, size));
-        if (!both.is_valid()) throw nb::python_error();
+        nb::bytes both = new_bytes(first_bytes + second_bytes);
         std::memcpy(PyBytes_AS_STRING(both.ptr()), first, first_bytes);
         std::memcpy(PyBytes_AS_STRING(both.ptr()) + first_bytes, second, second_bytes);
-        return nb::borrow<nb::bytes>(both);
+        return both;
     }
 
     static nb::object object(void* value) { return nb::borrow(static_cast<PyObject*>(value)); }
@@ -174,9 +172,15 @@ Columns pack_chunks(const nb::list& chunks, const nb::list& namespaces,
     if (namespaces.size() != end_bytes.size()) throw std::invalid_argument("namespaces");
     std::unordered_map<PyObject*, uint32_t> places;
     for (size_t i = 0; i < namespaces.size(); ++i) places[namespaces[i].ptr()] = i;
-    std::vector<uint32_t> place(rows), ready(rows), counts(rows);
-    std::string keys, ends, extents;
-    keys.reserve(rows * KeyTable::kKeyBytes);
+    const nb::bytes places_of = new_bytes(rows * sizeof(uint32_t)),
+                    ready_of = new_bytes(rows * sizeof(uint32_t)),
+                    counts_of = new_bytes(rows * sizeof(uint32_t)),
+                    keys = new_bytes(rows * KeyTable::kKeyBytes);
+    const auto words = [](const nb::bytes& of) {
+        return reinterpret_cast<uint32_t*>(PyBytes_AS_STRING(of.ptr()));
+    };
+    uint32_t *place = words(places_of), *ready = words(ready_of), *counts = words(counts_of);
+    std::string ends, extents;
     extents.reserve(rows * sizeof(Extent));
     if (rows != 0) {
         const Slotted slotted(Py_TYPE(nb::object(chunks[0]).ptr()));
@@ -203,16 +207,12 @@ Columns pack_chunks(const nb::list& chunks, const nb::list& namespaces,
                 throw std::invalid_argument("a chunk with another form");
             ready[row] = nb::cast<uint32_t>(nb::handle(Slotted::at(chunk, ready_at)));
             counts[row] = (slots.size() - of_ends) / sizeof(Extent);
-            keys += key;
+            std::memcpy(PyBytes_AS_STRING(keys.ptr()) + row * key.size(), key.data(), key.size());
             ends += slots.substr(0, of_ends);
             extents += slots.substr(of_ends);
         }
     }
-    const auto column = [](const std::vector<uint32_t>& of) {
-        return nb::bytes(of.data(), of.size() * sizeof(uint32_t));
-    };
-    return {column(place),  column(ready),  to_bytes(keys),
-            to_bytes(ends), column(counts), to_bytes(extents)};
+    return {places_of, ready_of, keys, to_bytes(ends), counts_of, to_bytes(extents)};
 }
 
 // Values refer to their table: Python's collector must see it.

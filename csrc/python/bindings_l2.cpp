@@ -67,15 +67,13 @@ nb::bytes digests_of(std::shared_ptr<HostRegion> region, uint64_t page_bytes,
 }
 
 nb::bytes pack(const Record& record) {
-    const auto size = static_cast<Py_ssize_t>(record.packed_bytes());
-    nb::object packed = nb::steal(PyBytes_FromStringAndSize(nullptr, size));
-    if (!packed.is_valid()) throw nb::python_error();
+    nb::bytes packed = new_bytes(record.packed_bytes());
     auto* data = reinterpret_cast<std::byte*>(PyBytes_AS_STRING(packed.ptr()));
     {
         nb::gil_scoped_release released;
         record.pack(data);
     }
-    return nb::borrow<nb::bytes>(packed);
+    return packed;
 }
 
 void pack_into(const Record& record, const Memory& to) {
@@ -116,6 +114,13 @@ uint64_t checksum_of(const Memory& data) {
     if (buffer.size() < kHeaderBytes) return checksum(buffer.view());
     nb::gil_scoped_release released;
     return checksum(buffer.view());
+}
+
+uint64_t checksum_of_parts(const std::vector<nb::bytes>& parts) {
+    std::vector<std::string_view> views;
+    for (const nb::bytes& part : parts) views.push_back(view(part));
+    nb::gil_scoped_release released;
+    return checksum(views);
 }
 
 // ---- RecordTable ------------------------------------------------------------------------------
@@ -324,6 +329,7 @@ void bind_l2(nb::module_& m) {
         .def("close", &FileDevice::close, "wait_nanos"_a, nb::call_guard<nb::gil_scoped_release>());
     m.def("checksum", &checksum_of, "data"_a,
           "XXH3-64. Of long data other threads of Python run meanwhile.");
+    m.def("checksum_of_parts", &checksum_of_parts, "parts"_a, "checksum() of all, end to end.");
     m.def("kept_pages", &kept_pages_of, "counts"_a, "extents"_a, "pages"_a);
     m.def("digest_objects", &digests_of, "region"_a, "page_bytes"_a, "counts"_a, "extents"_a,
           "threads"_a, "deadline_nanos"_a = 0);

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -26,7 +26,7 @@ from kvserver.events import Bus
 from kvserver.kv_events import Hub
 from kvserver.protocol import ConfigError, chunk_tokens_for
 from kvserver.restart.adoption import Adoption
-from kvserver.restart.keeping import make_state
+from kvserver.restart.keeping import digest_threads, make_state
 from kvserver.restart.l1_file import L1File
 from kvserver.restart.missed_clears import MissedClears, generations_of, learn
 from kvserver.restart.state import KeptNamespace, State, StateError, decode, encode
@@ -63,10 +63,10 @@ class KeptL1(Protocol):
     def clear(self, prefix: bytes) -> None:
         """Adopt nothing of the namespaces whose id begins with the prefix."""
 
-    def end(self, cache: Cache, hub: Hub) -> str:
+    def end(self, cache: Cache, hub: Hub, flush: Callable[[], bool]) -> str:
         """Leave the state to the next daemon, after the last copy. Returns what stays, for people.
 
-        REQUIRES: the hub has handled all events.
+        `flush`: waits until the hub has handled all events; False if it has not. L1 is not used afterwards.
         """
 
 
@@ -94,7 +94,7 @@ class NoKeptL1:
     def clear(self, prefix: bytes) -> None:
         pass
 
-    def end(self, cache: Cache, hub: Hub) -> str:
+    def end(self, cache: Cache, hub: Hub, flush: Callable[[], bool]) -> str:
         return ""
 
 
@@ -281,11 +281,12 @@ class RestartableL1:
 
     # ---- end ----------------------------------------------------------------------------------
 
-    def end(self, cache: Cache, hub: Hub) -> str:
+    def end(self, cache: Cache, hub: Hub, flush: Callable[[], bool]) -> str:
         self._stopping = True
         if self._thread is not None:
             self._thread.join()
-        rest = [left for each in self._unfinished if (left := each.stop()) is not None]
+        unfinished = self._unfinished
+        rest = [left for each in unfinished if (left := each.stop()) is not None]
         began = time.monotonic()
         kept = 0
         try:
@@ -294,12 +295,14 @@ class RestartableL1:
             for left in rest:
                 left.namespaces = [self._with_generations(of, adopted=False) for of in left.namespaces]
                 state = state.joined(left)
-            state.descriptions = hub.encode_l1(and_waiting=bool(rest))
+            handled = flush()  # behind the digests, beside which events are handled
+            state.descriptions = hub.encode_l1(and_waiting=bool(unfinished) or not handled)
             state.use = self._file.begin_use()
             self._file.write_state(encode(state))
             kept = state.chunks
         except OSError as error:
             log.warning("no state of L1 is left, the next daemon begins empty: %s: %s", self._file.state_path, error)
+        self._region.unmap_pages(digest_threads())
         log.info("%d chunks of L1 are left to the next daemon, in %.2f s", kept, time.monotonic() - began)
         return (
             f"; {self._file.allocated_bytes} bytes of memory stay in {self._file.path}, with {kept} chunks for the next "

@@ -16,6 +16,7 @@ import fcntl
 import os
 import secrets
 import stat
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -150,14 +151,14 @@ class L1File:
                 path.unlink()
                 self._sync_folder()
 
-    def write_state(self, raw: bytes) -> None:
+    def write_state(self, parts: Sequence[bytes]) -> None:
         """Durable when it returns. OSError: there is none, or the whole one."""
         new = self._new_state
         with suppress(FileNotFoundError):
             new.unlink()
         try:
             with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
-                file.write(raw)
+                file.writelines(parts)
                 file.flush()
                 os.fsync(file.fileno())
         except OSError:

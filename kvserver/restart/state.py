@@ -15,7 +15,7 @@ from itertools import compress
 
 import msgspec
 
-from kvserver._native import checksum
+from kvserver._native import checksum, checksum_of_parts
 from kvserver.protocol import KEY_BYTES, Durability, ObjectGroup
 
 FORMAT = 3
@@ -25,6 +25,7 @@ PROTECTED = 1  # bit of `flags`
 _MAGIC = b"KVSL1STA"
 _ROW_BYTES = {"places": 4, "flags": 1, "ready": 4, "keys": KEY_BYTES, "counts": 4, "digests": DIGEST_BYTES}
 _HEAD = struct.Struct("<8sIQ")
+_MAP, _BIN = struct.Struct(">BH"), struct.Struct(">BI")  # of msgpack: 16 bits of fields, 32 bits of bytes
 
 
 class StateError(Exception):
@@ -126,9 +127,15 @@ def _split(column: bytes, sizes: Iterable[int]) -> Iterator[bytes]:
         at += size
 
 
-def encode(state: State) -> bytes:
-    body = msgspec.msgpack.encode(state)
-    return _HEAD.pack(_MAGIC, FORMAT, checksum(body)) + body
+def encode(state: State) -> list[bytes]:
+    """Parts of the file. Columns are parts of their own and not copied: memory that is touched for the first time costs more than the rest."""
+    encoder = msgspec.msgpack.Encoder()
+    fields = msgspec.structs.asdict(state)
+    body = [_MAP.pack(0xDE, len(fields))]
+    for name, value in fields.items():
+        long = isinstance(value, bytes)
+        body += [encoder.encode(name), *([_BIN.pack(0xC6, len(value)), value] if long else [encoder.encode(value)])]
+    return [_HEAD.pack(_MAGIC, FORMAT, checksum_of_parts(body)), *body]
 
 
 def decode(raw: bytes) -> State:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 
 from kvserver.config import FDSTORE
 from kvserver.restart.l1_file import L1File
@@ -62,7 +63,7 @@ class StoredL1File(L1File):
     def remove_state(self) -> None:
         os.ftruncate(self._state_fd, 0)
 
-    def write_state(self, raw: bytes) -> None:
-        written = 0
-        while written < len(raw):
-            written += os.pwrite(self._state_fd, memoryview(raw)[written:], written)
+    def write_state(self, parts: Sequence[bytes]) -> None:
+        with open(self._state_fd, "wb", closefd=False) as file:
+            file.seek(0)  # where the last daemon's ended: it had the same open file
+            file.writelines(parts)

@@ -1,8 +1,11 @@
-"""A daemon whose copies are slow and can be paused, which several files of this folder use."""
+"""Daemons that several files of this folder use: one whose copies are slow and can be paused, one whose L1 is a file."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,3 +32,17 @@ def slow(slow_module_daemon: Daemon) -> Iterator[Daemon]:
         slow_module_daemon.start()
     yield slow_module_daemon
     slow_module_daemon.clear_and_check()
+
+
+@pytest.fixture
+def path() -> Iterator[Path]:
+    """Path on tmpfs where no file is yet."""
+    folder = Path(tempfile.mkdtemp(prefix="kvs-", dir="/dev/shm"))
+    yield folder / "l1"
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def kept(make_daemon: Callable[..., Daemon], path: Path) -> Daemon:
+    """A daemon whose L1 is that file."""
+    return make_daemon(l1_file=path)

@@ -57,7 +57,9 @@ def test_component_for_a_kept_l1_gives_the_daemon_a_folder_of_the_nodes_memory(
     if os.getuid() == 0:  # only root can give a folder away
         few = ["setpriv", "--bounding-set=-all,+chown", "--inh-caps=-all", "--no-new-privs"]
         for _ in range(2):  # a second pod finds the folder of the first
-            subprocess.run([*few, *(w.replace(where, str(shm)) for w in first.spec["command"])], check=True, timeout=20)
+            subprocess.run(
+                [*few, *(w.replace(where, str(shm)) for w in first.spec["command"])], check=True, timeout=120
+            )
         found = path.parent.stat()
         owner = daemon.setting("runAsUser"), daemon.setting("runAsGroup"), 0o700
         assert (found.st_uid, found.st_gid, found.st_mode & 0o777) == owner

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,14 +15,6 @@ Make = Callable[..., Daemon]
 @pytest.fixture(scope="module")
 def device() -> str:
     return "gpu"
-
-
-@pytest.fixture
-def path() -> Iterator[Path]:
-    """Path on tmpfs where no file is yet."""
-    folder = Path(tempfile.mkdtemp(prefix="kvs-", dir="/dev/shm"))
-    yield folder / "l1"
-    shutil.rmtree(folder)
 
 
 def test_l1_is_pinned_anew_after_a_restart_and_its_chunks_are_right(path: Path, make_daemon: Make) -> None:

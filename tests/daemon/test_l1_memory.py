@@ -42,7 +42,7 @@ def test_l1_may_stay_on_one_node(make_daemon: Make) -> None:
 def test_huge_pages_that_cannot_be_had_are_reported_with_the_command(make_daemon: Make) -> None:
     size = free_huge_bytes(HUGE) + HUGE
     daemon = make_daemon(start=False, l1_huge_pages="2MiB", l1_size=size)
-    ended = subprocess.run(daemon.command(), capture_output=True, text=True, timeout=20)
+    ended = subprocess.run(daemon.command(), capture_output=True, text=True, timeout=120)
     assert ended.returncode == 2
     (line,) = ended.stderr.strip().splitlines()
     for words in ("--l1-huge-pages 2MiB", "/proc/sys/vm/nr_hugepages", "sudo tee"):

@@ -28,6 +28,12 @@ def mapped_bytes(flag: str) -> int:
     return sum(int(last, 16) - int(first, 16) for first, last, flags in found if flag in flags.split())
 
 
+def mapped_shared_bytes() -> int:
+    """Memory of files on tmpfs that this process maps."""
+    (kib,) = re.findall(r"^Pss_Shmem:\s+(\d+) kB", Path("/proc/self/smaps_rollup").read_text(), re.MULTILINE)
+    return int(kib) << 10
+
+
 class TestNodes:
     def test_memory_is_the_kernels_to_place_by_default(self) -> None:
         assert HostRegion(MiB).numa_policy == ("default", [])
@@ -72,6 +78,19 @@ class TestPages:
             region.populate(6 * MiB, 2 * MiB + 1)
         os.ftruncate(fd, 4 * MiB)
         assert not region.populate(0, 8 * MiB), "no memory, and no signal"
+        os.close(fd)
+
+    @pytest.mark.parametrize("threads", [1, 2, 5])
+    def test_pages_of_a_file_that_are_unmapped_keep_their_bytes(self, threads: int) -> None:
+        fd, content = os.memfd_create("l1"), os.urandom(MiB)
+        os.ftruncate(fd, 130 * MiB)  # three parts
+        region = HostRegion(130 * MiB, transparent=False, fd=fd)
+        assert region.populate(0, 130 * MiB)
+        os.pwrite(fd, content, 129 * MiB)
+        before = mapped_shared_bytes()
+        region.unmap_pages(threads)
+        assert before - mapped_shared_bytes() >= 130 * MiB
+        assert os.pread(fd, MiB, 129 * MiB) == content
         os.close(fd)
 
     @pytest.mark.parametrize("page_bytes", [1, 3, 4096 + 1, 3 * MiB, (1 << 64) - 1])

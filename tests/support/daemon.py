@@ -280,7 +280,7 @@ class Daemon:
     def thaw(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
 
-    def terminate(self, timeout: float = 10.0) -> int:
+    def terminate(self, timeout: float = 60.0) -> int:
         """SIGTERM; the exit code."""
         assert self.process is not None
         self.process.terminate()

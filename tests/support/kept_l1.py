@@ -58,7 +58,7 @@ def start(daemon: Daemon, **flags: Any) -> Daemon:
     daemon.flags |= flags
     (daemon.folder / "log").unlink()
     daemon.start()
-    wait_until(lambda: "L1 kept" in daemon.log or "L1 begins empty" in daemon.log, what="L1 is adopted")
+    wait_until(lambda: "L1 kept" in daemon.log or "L1 begins empty" in daemon.log, 120, what="L1 is adopted")
     return daemon
 
 
@@ -68,7 +68,7 @@ def state_of(path: Path) -> Path:
 
 def refusal(daemon: Daemon) -> str:
     """The one line with which a daemon with these flags ends."""
-    ended = subprocess.run(daemon.command(), capture_output=True, text=True, timeout=20)
+    ended = subprocess.run(daemon.command(), capture_output=True, text=True, timeout=120)
     assert ended.returncode == 2, ended.stderr
     (line,) = ended.stderr.strip().splitlines()
     return line

@@ -10,10 +10,15 @@ import pytest
 
 from kvserver._native import kept_pages
 from kvserver.protocol import KEY_BYTES, ObjectGroup
-from kvserver.restart.state import DIGEST_BYTES, EXTENT_BYTES, KeptNamespace, State, StateError, decode, encode
+from kvserver.restart.state import DIGEST_BYTES, EXTENT_BYTES, KeptNamespace, State, StateError, decode
+from kvserver.restart.state import encode as parts_of
 
 ONE = KeptNamespace(b"a" * 32, "model", (ObjectGroup("full", (0,), 16),), 1, 64, False)
 TWO = KeptNamespace(b"b" * 32, "model", (ObjectGroup("full", (0,), 16),), 2, 64, False)
+
+
+def encode(of: State) -> bytes:
+    return b"".join(parts_of(of))
 
 
 def state(chunks: int = 12, seed: int = 0) -> State:
