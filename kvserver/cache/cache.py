@@ -97,7 +97,7 @@ class Cache:
         """Find the greatest boundary of a hit; `owner` leases what a load up to it needs until `deadline`.
 
         A second lookup of an owner replaces its first lease. `session`: the request's. A request without one shares what it finds for
-        good; `shares` is False if an earlier lookup stated the session. REQUIRES: deadlines of one instance never decrease.
+        good, unless `shares` is False: who uses it is stated elsewhere. REQUIRES: deadlines of one instance never decrease.
         """
         namespace = self.index.find_namespace(namespace_id)
         leased, hits, full_chunks = _lease(namespace, keys) if namespace is not None else ([], 0, 0)

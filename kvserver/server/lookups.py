@@ -71,8 +71,9 @@ class L1Lookups:
             outcome = _nothing(request, chunks, self._unavailable or instance.ranks_text)
             return self._over(_Looked(request, instance, namespace or b"", spec.chunk_tokens, began_ns, outcome))
         outcome = self.cache.lookup(
-            namespace, request.keys, owner, self._deadline(), _session(request, namespace), now=began_ns / 1e9
-        )
+            namespace, request.keys, owner, self._deadline(), _session(request, namespace),
+            shares=request.session_id is not None, now=began_ns / 1e9,
+        )  # fmt: skip
         in_l2 = self.storage.found(instance, namespace, request.keys, outcome.hit_chunks, request.durability)
         if in_l2.known > outcome.hit_chunks:
             outcome = counted_in_l2(outcome, in_l2.known, MissReason.SLOW_L2 if in_l2.slow else MissReason.IN_L2)
