@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import tracemalloc
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -71,8 +71,9 @@ class World:
         hits = self.cache.lookup(NAMESPACE, keys, ("e", "r"), 1e9, session).hit_chunks
         if session is not None:
             self.live.add(session)
-        self.use(path[:hits], self.user(session))
-        self.leased = {path[:place] for place in range(1, hits + 1)}
+        found = [path[:place] for place in range(1, hits + 1)]
+        self.use(found, self.user(session))
+        self.leased = set(found)
         meanwhile()
         if store:
             begin, step = (hits, pieces) if pieces else (0, len(path))
@@ -86,8 +87,9 @@ class World:
         if session is not None and not self.deletions[session]:
             self.live.add(session)
         keys, user = self.keys(path)[first * 32 : end * 32], self.user(session)
-        self.use([path[:place] for place in range(first + 1, end + 1) if path[:place] in self.known], user, paths=True)
-        busy = self.leased | {path[:place] for place in range(first + 1, end + 1)}
+        named = [path[:place] for place in range(first + 1, end + 1)]
+        self.use([name for name in named if name in self.known], user)
+        busy = self.leased | set(named)
         plan = self.cache.plan_store(NAMESPACE, one_group(1), keys, PAGE, session=session)
         for victim in [self.names[name] for _, name in plan.evicted]:
             self.evict(victim, busy, user)
@@ -113,11 +115,11 @@ class World:
         self.evicted.append(victim)
         del self.known[victim]
 
-    def use(self, path: Sequence[int] | list[Path], user: User, paths: bool = False) -> None:
-        for name in path if paths else [tuple(path[:end]) for end in range(1, len(path) + 1)]:
-            owner = self.known[name].owner  # type: ignore[index]
+    def use(self, names: list[Path], user: User) -> None:
+        for name in names:
+            owner = self.known[name].owner
             if owner not in (None, user):
-                self.own(name, user if self.is_deleted(owner) else None)  # type: ignore[arg-type]
+                self.own(name, user if self.is_deleted(owner) else None)
 
     def own(self, path: Path, user: User) -> None:
         self.number += 1
