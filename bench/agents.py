@@ -210,7 +210,12 @@ def print_table() -> None:
         print(f"| {name} | {published} | " + " | ".join(of[name] for of in of_seeds) + " |")
 
 
-def line(prompt: Prompt) -> bytes:
+def last_prompts(seed: int, seconds: float = SECONDS) -> set[Prompt]:
+    """The last prompts of all sessions: their harness knows that they are over."""
+    return set({prompt.session_id: prompt for prompt in all_prompts(seed, seconds)}.values())
+
+
+def line(prompt: Prompt, ends_session: bool) -> bytes:
     fields = {
         "timestamp": int(prompt.seconds * 1000),
         "input_length": prompt.tokens,
@@ -218,6 +223,7 @@ def line(prompt: Prompt) -> bytes:
         "hash_ids": prompt.ids,
         "chunk_tokens": BLOCK_TOKENS,
         "session_id": prompt.session_id,
+        "ends_session": ends_session,
         "waited": prompt.waited,
     }
     return json.dumps(fields).encode() + b"\n"
@@ -232,8 +238,9 @@ def main() -> None:
     if arguments.table:
         print_table()
         return
+    ends = last_prompts(arguments.seed, arguments.seconds)
     for prompt in prompts(arguments.seed, arguments.seconds):
-        sys.stdout.buffer.write(line(prompt))
+        sys.stdout.buffer.write(line(prompt, prompt in ends))
 
 
 if __name__ == "__main__":

@@ -1,24 +1,23 @@
 """Hits of the traces of `agents.py` at small sizes of L1: slru without sessions and with, and a bound that no such rule can exceed.
 
-    .venv/bin/python bench/sessions.py [--seeds 1 2 3] [--after 32]
+    .venv/bin/python bench/sessions.py [--seeds 1 2 3]
 
-*after N*: with session_id; an end of a session is superseded when the session was used N times without it.
+*deleted*: with session_id; the harness deletes a conversation when it is over, and a subagent's own session when the subagent ends.
 
 Sizes: a quarter of the trace's distinct blocks, and shares of the most blocks that are *live* at a time, which is between their
 first and last use. *parents*: hits of the first turns after a wait for subagents. *bound*: an LRU that knows the future and frees a
-block at its last use: nothing superseded is ever resident. Rates are of tokens, whole blocks.
+block at its last use. Rates are of tokens, whole blocks.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 import agents
 
-from kvserver.cache import SUPERSEDED_AFTER
 from kvserver.protocol import KEY_BYTES
 from kvserver.replay.bare_l1 import BareL1
 
@@ -46,10 +45,16 @@ class Found:
         return Rates(all, parents)
 
 
-def replayed(prompts: Sequence[agents.Prompt], keys: Sequence[bytes], blocks: int, after: int | None = None) -> Rates:
-    l1, found = BareL1(blocks, "slru", after or SUPERSEDED_AFTER), Found()
+def replayed(
+    prompts: Sequence[agents.Prompt], keys: Sequence[bytes], blocks: int, ends: Container[agents.Prompt] | None = None
+) -> Rates:
+    """`ends`: last prompts of sessions, which are deleted then; None: without sessions."""
+    l1, found = BareL1(blocks, "slru"), Found()
     for prompt, of_prompt in zip(prompts, keys, strict=True):
-        found.add(prompt, l1.serve(of_prompt, prompt.seconds, session_id=prompt.session_id if after else "").l1)
+        id = prompt.session_id if ends is not None else ""
+        found.add(prompt, l1.serve(of_prompt, prompt.seconds, session_id=id).l1)
+        if ends is not None and prompt in ends:
+            l1.delete(id)
     return found.rates
 
 
@@ -84,20 +89,23 @@ def keys_of(prompt: agents.Prompt) -> bytes:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=agents.SEEDS)
-    parser.add_argument("--after", type=int, nargs="+", default=[SUPERSEDED_AFTER])
     arguments = parser.parse_args()
-    header = ["seed", "requests", "L1, blocks", "slru", *(f"after {uses}" for uses in arguments.after), "bound"]
+    header = ["seed", "requests", "L1, blocks", "slru", "deleted", "bound"]
     print(f"| {' | '.join(header)} |\n|{' --- |' * len(header)}")
     for seed in arguments.seeds:
         prompts = agents.prompts(seed)
         keys = [keys_of(prompt) for prompt in prompts]
+        ends = agents.last_prompts(seed)
         last_use = {id: number for number, prompt in enumerate(prompts) for id in prompt.ids}
         live = most_live(prompts, last_use)
         sizes = {"1/4 of distinct": len(last_use) // 4, "1/2 of live": live // 2, "1/4 of live": live // 4}
         for name, blocks in sizes.items():
-            rates = [replayed(prompts, keys, blocks, after) for after in (None, *arguments.after)]
-            cells = [*map(str, rates), str(bound(prompts, last_use, blocks))]
-            print(f"| {seed} | {len(prompts):,} | {name}: {blocks:,} | {' | '.join(cells)} |", flush=True)
+            rates = (
+                replayed(prompts, keys, blocks),
+                replayed(prompts, keys, blocks, ends),
+                bound(prompts, last_use, blocks),
+            )
+            print(f"| {seed} | {len(prompts):,} | {name}: {blocks:,} | {' | '.join(map(str, rates))} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ class StoreSpec(CopySpec):
     after: bytes | None = None  # key of the chunk before the first key, or before the single blocks
     durability: Durability = Durability.PROCESS  # of the variant
     step: int = 0  # that computed the last of its KV
-    session_id: str = ""  # of the request; with `after`
+    session_id: str = ""  # of the request
     session_salt: bytes | None = None
 
 

@@ -188,8 +188,8 @@ class StorePlanner:
         block_ids = self._chunks.blocks_of(group, tables, chunks)
         described = self._sends_contents and group == 0
         full = self._chunks.groups[group].kind == "full"
-        session_id, session_salt = session_of(state) if full else ("", None)
-        linked = full and (self._sends_parents or session_id)
+        session_id, session_salt = session_of(state)
+        linked = full and self._sends_parents
         store = StoreSpec(
             copy_id=next(self._ids),
             request_id=state.request.request_id,

@@ -7,7 +7,7 @@ Rules kept here:
 - Lookups and loads find only READY objects. READY means that every rank's bytes were copied whole.
 - Leased chunks and pinned chunks (being filled or read) are not evicted. Incomplete chunks that no store fills are evicted first.
 - Clear and eviction detach a chunk at once. The chunk's pages are freed when its last pin ends.
-- Chunks that only superseded ends of sessions use (`sessions`) are evicted before what the policy chooses, after incomplete ones.
+- Chunks that only deleted sessions used (`sessions`) are evicted before what the policy chooses, after incomplete ones.
 - The last chunk of a prompt is stored block by block (a *tail*) in a namespace of its own, `tails_of()`, where each block is a
   chunk. The policy evicts a tail before the chunk that it follows. Tails are of no session.
 - A chunk's objects of all groups age together and are evicted together, so no object strands those of another group.
@@ -79,7 +79,6 @@ class Cache:
         plans = StorePlans(space)
         self.plan_store, self.extend_plan, self.finish_store = plans.plan_store, plans.extend_plan, plans.finish_store
         self.has_objects, self.drop_objects = plans.has_objects, plans.drop_objects
-        self.share_before = plans.share_before
         self.drop_incomplete = plans.drop_incomplete
 
     # ---- lookup and leases --------------------------------------------------------------------
@@ -97,18 +96,19 @@ class Cache:
     ) -> LookupOutcome:
         """Find the greatest boundary of a hit; `owner` leases what a load up to it needs until `deadline`.
 
-        A second lookup of an owner replaces its first lease. `session`: the request's. `shares`: a request without one shares what
-        it finds for good. REQUIRES: deadlines of one instance never decrease.
+        A second lookup of an owner replaces its first lease. `session`: the request's. A request without one shares what it finds for
+        good, unless `shares` is False: who uses it is stated elsewhere. REQUIRES: deadlines of one instance never decrease.
         """
         namespace = self.index.find_namespace(namespace_id)
         leased, hits, full_chunks = _lease(namespace, keys) if namespace is not None else ([], 0, 0)
+        user = self.leases.session_of(owner) if session is not None or not shares else None
         if session is not None:
-            self.sessions.use(session, leased[-1] if leased else None, now, owner)
-        elif leased and leased[-1].session_end is not None and shares:
-            self.sessions.share(leased[-1])
+            user = self.sessions.of_lookup(session, now, user)
+        if shares and self.sessions.record_bytes:
+            self.sessions.use(user, leased)
         self.leases.end(owner)
-        if leased:
-            self.leases.add(owner, leased, deadline)
+        if leased or user is not None:
+            self.leases.add(owner, leased, deadline, user)
         chunks = len(keys) // KEY_BYTES
         if hits == chunks:
             return LookupOutcome(chunks, hits, full_chunks=full_chunks)
@@ -186,7 +186,6 @@ class Cache:
     def end_lease(self, owner: Owner) -> None:
         """The request ended."""
         self.leases.end(owner)
-        self.sessions.end_request(owner)
 
     def expire_leases(self, now: float) -> None:
         """Leases whose deadline has passed count as ended; step() ends them."""
@@ -195,7 +194,6 @@ class Cache:
     def end_leases_of(self, instance_id: str) -> None:
         """All of the instance's leases count as ended; step() ends them."""
         self.leases.end_of_instance(instance_id)
-        self.sessions.end_requests_of(instance_id)
 
     @property
     def lease_count(self) -> int:

@@ -67,8 +67,8 @@ class Chunk:
     """A chunk; an eviction policy adds its own state in a subclass.
 
     `done` is a bit set of slots; the other slots are being filled. `ready` is a bit set of groups: those whose slots are all
-    done. `pins` counts tickets, `leases` counts requests. A chunk with either is not evicted. `session_end`, its owner, and
-    `session_parent`, the chunk before it in the prompt, are `sessions`'.
+    done. `pins` counts tickets, `leases` counts requests. A chunk with either is not evicted. `session`, its owner, is set by
+    `sessions`.
     """
 
     __slots__ = (
@@ -80,8 +80,7 @@ class Chunk:
         "namespace",
         "pins",
         "ready",
-        "session_end",
-        "session_parent",
+        "session",
     )
 
     def __init__(self, namespace: Namespace, key: bytes) -> None:
@@ -95,8 +94,7 @@ class Chunk:
         self.loaded = False  # at least one rank has loaded it whole
         self.leases = 0
         self.pins = 0
-        self.session_end: Any = None  # a PromptEnd
-        self.session_parent: Chunk | None = None
+        self.session: Any = None  # a SessionRecord
 
     @property
     def detached(self) -> bool:
@@ -161,6 +159,12 @@ class Chunk:
         """Remove all slots and return them joined."""
         slots, self._slots = self.joined_slots, b""
         return slots
+
+    def count_pages(self, more: int) -> None:
+        """Its slots have so many pages more."""
+        self.namespace.model.pages += more
+        if self.session is not None:
+            self.session.pages += more
 
     @property
     def page_count(self) -> int:

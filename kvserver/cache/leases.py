@@ -16,16 +16,18 @@ from typing import TypeAlias
 
 from kvserver.cache.chunk import Chunk
 from kvserver.cache.eviction import EvictionPolicy
+from kvserver.cache.sessions import SessionRecord
 
 Owner: TypeAlias = tuple[str, str]  # (instance id, request id)
 
 
 @dataclass(slots=True)
 class Lease:
-    """Claim of a request on chunks."""
+    """Claim of a request on chunks, which may be none if it is of a session."""
 
     deadline: float
     chunks: list[Chunk]
+    session: SessionRecord | None = None
 
 
 class Leases:
@@ -41,15 +43,20 @@ class Leases:
         self._expired_before = 0.0
         self._expiring: list[str] = []  # instances whose leases may have expired before _expired_before
 
-    def add(self, owner: Owner, chunks: list[Chunk], deadline: float) -> None:
+    def add(self, owner: Owner, chunks: list[Chunk], deadline: float, session: SessionRecord | None = None) -> None:
         """The owner has these chunks too. Their deadline is that of what it has already, if anything."""
         instance_id, request_id = owner
         leases = self._leases.setdefault(instance_id, OrderedDict())
         if (lease := leases.get(request_id)) is not None:
             lease.chunks += chunks
         else:
-            leases[request_id] = Lease(deadline, chunks)
+            leases[request_id] = Lease(deadline, chunks, session)
             self.count += 1
+
+    def session_of(self, owner: Owner) -> SessionRecord | None:
+        leases = self._leases.get(owner[0])
+        lease = leases.get(owner[1]) if leases else None
+        return lease.session if lease is not None else None
 
     def end(self, owner: Owner) -> None:
         instance_id, request_id = owner
@@ -71,7 +78,7 @@ class Leases:
     def end_one(self) -> int:
         """End one lease that counts as ended, or drop one instance without such leases.
 
-        Returns the number of chunks or instances handled; 0 if none is left.
+        Returns the number of chunks or instances handled, at least 1; 0 if none is left.
         """
         if self._ownerless:
             leases = self._ownerless[-1]
@@ -89,7 +96,7 @@ class Leases:
             return 0
         _, lease = leases.popitem(last=False)
         self._end(lease)
-        return len(lease.chunks)
+        return max(1, len(lease.chunks))
 
     def __iter__(self) -> Iterator[Lease]:
         """Leases of connected instances. REQUIRES: no other is left, which this asserts."""

@@ -141,14 +141,13 @@ class Space:
 
     def _free_chunk(self, chunk: Chunk) -> int:
         """Free the pages of all ranks' slots. Returns their number."""
+        self.sessions.disown(chunk)
         slots = chunk.remove_slots()
         self.pool.free_pages(slots)
         pages = page_count(slots)
         chunk.namespace.model.pages -= pages
         chunk.ready = 0
         self.policy.untrack(chunk)
-        if chunk.session_end is not None:
-            self.sessions.left(chunk)
         return pages
 
     def allocate_slots(self, plan: StorePlan, model: ModelUse) -> list[bytes] | None:
@@ -190,8 +189,8 @@ class Space:
         return slot
 
     def _pop_chunk(self) -> Chunk | None:
-        """The READY chunk to evict next, of those that no share spares: what is superseded first."""
-        if self.sessions.superseded and (chunk := self.sessions.pop_superseded()) is not None:
+        """The READY chunk to evict next, of those that no share spares: what only deleted sessions used first."""
+        if self.sessions.leaving and (chunk := self.sessions.pop_leaving()) is not None:
             self.policy.untrack(chunk)
             return chunk
         return self.policy.pop_chunk()

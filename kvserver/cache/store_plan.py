@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from kvserver.cache.chunk import Chunk, Namespace
 from kvserver.cache.groups import Groups
-from kvserver.cache.sessions import SessionRecord
+from kvserver.cache.sessions import SessionKey
 from kvserver.protocol import Durability
 
 
@@ -43,6 +43,5 @@ class StorePlan:
     no_space: int = 0  # objects that found no space in L1
     after: tuple[bytes, bytes] | None = None  # of a tail: (namespace id, key) of the chunk before it
     durability: Durability = Durability.PROCESS  # who can find later what is stored
-    session: SessionRecord | None = None  # of the new chunks; None: they are shared
-    shares: bool = False  # the chunks that it found are shared from now on
-    behind: bytes = b""  # the key of the chunk before the first key, of a full group, if there is one
+    session: SessionKey | None = None  # of the new chunks; None: they are shared
+    shares: bool = False  # the chunks that it found are used by no session, and shared from now on

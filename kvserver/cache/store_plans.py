@@ -12,7 +12,7 @@ from kvserver.cache.chunk import Chunk
 from kvserver.cache.groups import Groups
 from kvserver.cache.index import split_keys
 from kvserver.cache.pages import page_count
-from kvserver.cache.sessions import SessionKey
+from kvserver.cache.sessions import SessionKey, SessionRecord
 from kvserver.cache.space import Space
 from kvserver.cache.store_plan import StorePlan
 from kvserver.protocol import KEY_BYTES, Durability, ErrorCode, KVServerError
@@ -41,7 +41,6 @@ class StorePlans:
         after: tuple[bytes, bytes] | None = None,
         durability: Durability = Durability.PROCESS,
         session: SessionKey | None = None,
-        behind: bytes = b"",
         shares: bool = True,
     ) -> StorePlan:
         """Allocate slots for the objects of `group` of which none of these slots is there yet, and pin their chunks.
@@ -49,9 +48,8 @@ class StorePlans:
         - `after`: of a tail, (namespace id, key) of the chunk before it.
         - `slots`: the numbers of one rank's slot in each chunk, or of all ranks' slots.
         - `places`: the places of the keys among those that all ranks store together, if not from 0 on.
-        - `session`: of the request. Its new chunks follow the chunk `behind`, or begin a prompt. Without one, and where ranks take
-          turns (the chunk before each is another rank's), new chunks are shared for good, and those that are found, and `behind`.
-          Not so of a fill, whose lookup was counted: `shares` is False, and it calls share_before().
+        - `session`: of the request, which new chunks are of. Without one they are shared for good, and those of a full group that
+          are found. `shares` is False of a fill, whose lookup stated the session.
 
         Objects that are resident or that another store fills are skipped (duplicate stores merge). `no_space` counts the first
         object that cannot fit, and all objects after it. An object cannot fit if no further chunk may be evicted, or if L1 is too
@@ -73,13 +71,11 @@ class StorePlans:
             complete=False, after=after, durability=durability,
         )  # fmt: skip
         plan.no_space = count - fitting
-        if groups.full >> group & 1:  # a chunk is found, and of a session, once a store of a full group made its object
-            plan.behind = behind
-            if session is not None and places.step == 1 and not self._space.pool.withheld_pages:
-                plan.session = self._space.sessions.begin_store(session)
-            plan.shares = shares and plan.session is None
+        plan.session, plan.shares = session, shares and bool(groups.full >> group & 1)
         plan.found = [chunk for chunk in self._space.index.find_chunks(namespace_id, plan.keys) if chunk is not None]
         self._space.pin_chunks(plan.found)
+        if (users := self._users(plan)) is not None:
+            self._space.sessions.use(users[0], plan.found)
         self.extend_plan(plan, steps)
         return plan
 
@@ -92,17 +88,15 @@ class StorePlans:
         namespace = self._space.index.find_or_make_namespace(plan.namespace_id, plan.groups, plan.model_name)
         # An engine may become private while a store of its shared namespace is on the way: what is there keeps its durability.
         namespace.durability = max(namespace.durability, plan.durability)
-        first = len(plan.prefix)
+        first, users = len(plan.prefix), self._users(plan)
         for position, (key,) in enumerate(split_keys(plan.keys[first * KEY_BYTES :]), first):
             if plan.steps <= 0:
                 return
             chunk = namespace.chunks.get(key)
+            if chunk is not None and users is not None:  # it was added after planning began, then `found` lacks it
+                self._space.sessions.use(users[0], (chunk,))
             if chunk is not None and any(map(chunk.has_slot, plan.slots)):
                 plan.steps -= 1
-                if (
-                    plan.shares and chunk.session_end is not None
-                ):  # it was added after planning began, then `found` lacks it
-                    self._space.sessions.share(chunk)
                 plan.prefix.append(chunk)
                 plan.skipped += 1
                 continue
@@ -121,16 +115,15 @@ class StorePlans:
             if chunk is None:
                 chunk = self._space.index.add_chunk(namespace, key)
                 chunk.pins += 1
-            if plan.session is not None and (is_new or not (chunk.session_end or _has_full_object(chunk))):
-                before = plan.prefix[-1] if plan.prefix else namespace.chunks.get(plan.behind) if plan.behind else None
-                self._space.sessions.add(plan.session, chunk, before)
             if is_new:
+                if users is not None and users[0] is not None:
+                    self._space.sessions.add(users[0], chunk)
                 plan.returning = plan.returning and (namespace.id, key) in self._space.evicted_keys
                 if plan.returning:
                     self._space.policy.use([chunk])
             for number, slot in zip(plan.slots, slots, strict=True):
                 chunk.set_slot(number, slot)
-            namespace.model.pages += plan.pages * len(plan.slots)
+            chunk.count_pages(plan.pages * len(plan.slots))
             self._space.pins += 1
             plan.steps -= 1
             plan.prefix.append(chunk)
@@ -159,16 +152,11 @@ class StorePlans:
                 for number in plan.slots:
                     self._space.pool.free_pages(chunk.slot(number))
                     chunk.set_slot(number, b"")
-                chunk.namespace.model.pages -= plan.pages * len(plan.slots)
+                chunk.count_pages(-plan.pages * len(plan.slots))
                 if not chunk.detached and chunk.empty:
                     self._space.index.detach_chunk(chunk)
         self._space.free_or_track(*reversed(plan.prefix), before=self._chunk_before(plan))
         return len(plan.ready)
-
-    def share_before(self, namespace_id: bytes, keys: bytes) -> None:
-        """New chunks of no session follow these: they are shared for good, or they would be superseded while they are used."""
-        for chunk in self._space.index.find_chunks(namespace_id, keys):
-            self._space.sessions.share(chunk)
 
     def has_objects(self, namespace_id: bytes, group: int, keys: bytes) -> bool:
         """True if the group's objects of all keys are READY."""
@@ -199,18 +187,21 @@ class StorePlans:
         """REQUIRES: nothing reads or fills it."""
         slots = chunk.remove_object(group)
         self._space.pool.free_pages(slots)
-        chunk.namespace.model.pages -= page_count(slots)
+        chunk.count_pages(-page_count(slots))
         if chunk.empty:
             self._space.index.detach_chunk(chunk)
             self._space.free_or_track(chunk)
 
+    def _users(self, plan: StorePlan) -> tuple[SessionRecord | None] | None:
+        """The session that uses what the store finds, or no session. None if that is known already, or if no chunk has an owner."""
+        sessions = self._space.sessions
+        if plan.session is not None:
+            return (sessions.of_store(plan.session),)
+        return (None,) if plan.shares and sessions.record_bytes else None
+
     def _complete_plan(self, plan: StorePlan) -> None:
         """Unpin all chunks but those that the plan fills."""
         plan.complete = True
-        if plan.shares and plan.found and plan.found[-1].session_end is not None:
-            self._space.sessions.share(plan.found[-1])
-        if plan.shares and plan.behind and plan.chunks and self._space.sessions.record_bytes:
-            self.share_before(plan.namespace_id, plan.behind)
         for chunk in plan.found:
             chunk.pins -= 1
         self._space.pins -= len(plan.found)
@@ -220,14 +211,3 @@ class StorePlans:
         """The chunk that the plan's blocks follow, which is useful without them."""
         namespace = self._space.index.find_namespace(plan.after[0]) if plan.after is not None else None
         return namespace.chunks.get(plan.after[1]) if namespace is not None and plan.after is not None else None
-
-
-def _has_full_object(chunk: Chunk) -> bool:
-    """True if a store of a full group has a slot of it. Else a window's or state's made it, and no lookup has found it yet."""
-    groups = chunk.namespace.groups
-    return any(
-        chunk.has_slot(number)
-        for group, first in enumerate(groups.first)
-        if groups.full >> group & 1
-        for number in range(first, first + groups.slots[group])
-    )

@@ -248,11 +248,10 @@ class Store(_Copy):
     # Which chunk of its prompt the first key is. Of a replicated group rank r copies chunk n if n % world_size == r; each rank
     # sends all keys. Protocol 4: rank 0 copies all. Of single blocks: which block.
     first_chunk: Unsigned = 0
-    # The key of the chunk before the first key, if there is one: of single blocks, and of full attention if HelloReply.parents or
-    # if there is a session_id.
+    # The key of the chunk before the first key, if there is one: of single blocks, and of full attention if HelloReply.parents.
     after: Keys | None = None
     durability: Durability = Durability.PROCESS  # of the variant
-    session_id: SessionId = ""  # with `after` where there is a chunk before the first key
+    session_id: SessionId = ""  # of the request; of a model with several groups in the stores of all
     session_salt: SaltDigest | None = None
 
 

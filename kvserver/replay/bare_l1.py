@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvserver.cache import POLICIES, SUPERSEDED_AFTER, Cache, Chunk, PagePool, SessionKey, one_group
+from kvserver.cache import POLICIES, Cache, Chunk, PagePool, SessionKey, one_group
 from kvserver.protocol import KEY_BYTES
 
 _NAMESPACE = bytes(KEY_BYTES)
@@ -31,9 +31,8 @@ class Served(NamedTuple):
 class BareL1:
     """L1 of one machine. `blocks`: the capacity, at least 1."""
 
-    def __init__(self, blocks: int, policy: str, superseded_after: int = SUPERSEDED_AFTER) -> None:
+    def __init__(self, blocks: int, policy: str) -> None:
         self._cache = Cache(PagePool(blocks * _PAGE_BYTES, _PAGE_BYTES), POLICIES[policy]())
-        self._cache.sessions.superseded_after = superseded_after
         self._groups = one_group(1)
 
     def find(self, keys: bytes) -> list[Chunk]:
@@ -41,11 +40,14 @@ class BareL1:
         namespace = self._cache.index.find_namespace(_NAMESPACE)
         return namespace.chunks.find_leading(keys) if namespace is not None else []
 
-    def store(self, keys: bytes, session: SessionKey | None = None) -> tuple[int, int]:
-        """Store the blocks from the first on that fit, and make all of these young. Returns how many were stored, and are resident."""
+    def store(self, keys: bytes, session: SessionKey | None = None, *, shares: bool = True) -> tuple[int, int]:
+        """Store the blocks from the first on that fit, and make all of these young. Returns how many were stored, and are resident.
+
+        `shares`: not so of a fill, as in the daemon.
+        """
         if not keys:
             return 0, 0
-        plan = self._cache.plan_store(_NAMESPACE, self._groups, keys, _PAGE_BYTES, session=session)
+        plan = self._cache.plan_store(_NAMESPACE, self._groups, keys, _PAGE_BYTES, session=session, shares=shares)
         return self._cache.finish_store(plan, copied=True), len(plan.prefix)
 
     def serve(self, keys: bytes, now: float, l2: BareL1 | None = None, session_id: str = "") -> Served:
@@ -54,7 +56,7 @@ class BareL1:
         session = SessionKey(_NAMESPACE, b"", session_id) if session_id else None
         found = self._lookup(keys, now, session)
         if l2 is not None and (more := len(l2.find(keys[found * KEY_BYTES :]))):
-            filled = self._fill(keys[: (found + more) * KEY_BYTES], found)
+            filled, _ = self.store(keys[: (found + more) * KEY_BYTES], shares=False)
             found = cache.lookup(_NAMESPACE, keys, _OWNER, now + _LEASE_SECONDS, shares=False).hit_chunks
         if found:
             cache.finish_load(cache.plan_load(_NAMESPACE, keys[: found * KEY_BYTES]), copied=True)
@@ -62,13 +64,11 @@ class BareL1:
         cache.end_lease(_OWNER)
         return Served(found - filled, filled, resident)
 
-    def _fill(self, keys: bytes, found: int) -> int:
-        """Store the blocks behind those that were found, as the daemon's fills do: they are of no session. Returns how many."""
-        cache = self._cache
-        plan = cache.plan_store(_NAMESPACE, self._groups, keys, _PAGE_BYTES, shares=False)
-        if found and plan.chunks:
-            cache.share_before(_NAMESPACE, keys[(found - 1) * KEY_BYTES : found * KEY_BYTES])
-        return cache.finish_store(plan, copied=True)
+    def delete(self, session_id: str) -> None:
+        """A harness ends the session."""
+        sessions = self._cache.sessions
+        if (session := sessions.session(SessionKey(_NAMESPACE, b"", session_id))) is not None:
+            sessions.delete(session)
 
     def _lookup(self, keys: bytes, now: float, session: SessionKey | None) -> int:
         return self._cache.lookup(_NAMESPACE, keys, _OWNER, now + _LEASE_SECONDS, session, now=now).hit_chunks

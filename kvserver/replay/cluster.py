@@ -74,6 +74,9 @@ class _Cluster:
         chosen = self._router.choose(prompt.keys, self._l1s, self._computed)
         machine = self.machines[chosen]
         served = machine.l1.serve(prompt.keys, prompt.seconds, self._l2, prompt.session_id)
+        if prompt.ends_session:
+            for each in self._l1s:
+                each.delete(prompt.session_id)
         written = self._l2.store(prompt.keys[: served.resident * KEY_BYTES])[0] if self._l2 is not None else 0
         machine.blocks += prompt.blocks
         self._computed[chosen] += prompt.blocks - served.l1 - served.l2

@@ -60,6 +60,8 @@ def replay_sizes(
             hits = hit_tokens = 0
             for number, request in enumerate(trace.requests):
                 found = l1.serve(request.keys, request.seconds, session_id=request.session_id).l1
+                if request.ends_session:
+                    l1.delete(request.session_id)
                 if number >= first:
                     hits += found
                     hit_tokens += min(found * trace.block_tokens, request.tokens)

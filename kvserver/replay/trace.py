@@ -6,6 +6,7 @@ Fields of a line; others are ignored:
 - `chunk_tokens` (kvserver's recordings): the tokens of a block.
 - `lost` (kvserver's recordings): the number of requests that are missing before the line.
 - `session_id`: the session of the request; "", absent or no text: the request has none.
+- `ends_session`: the session is deleted after the request.
 
 Owns: what a good line is, and the keys that ids become. Refuses to know: caches.
 """
@@ -36,6 +37,7 @@ class _Line(msgspec.Struct):
     lost: _Count = 0
     chunk_tokens: _Count = 0
     session_id: msgspec.Raw = msgspec.Raw(b'""')
+    ends_session: bool = False
 
 
 class TracePrompt(NamedTuple):
@@ -45,6 +47,7 @@ class TracePrompt(NamedTuple):
     keys: bytes
     tokens: int = 0
     session_id: str = ""
+    ends_session: bool = False
 
     @property
     def blocks(self) -> int:
@@ -81,7 +84,7 @@ def read_trace(lines: Iterable[bytes], name: str, progress: Callable[[int], None
         if not requests:
             first = line.timestamp
         now = max(now, line.timestamp - first)
-        requests.append(TracePrompt(now / 1000, keys, line.input_length, session))
+        requests.append(TracePrompt(now / 1000, keys, line.input_length, session, line.ends_session))
         if line.hash_ids:
             block_tokens = max(block_tokens, line.chunk_tokens or -(-line.input_length // len(line.hash_ids)))
         distinct.update(line.hash_ids)

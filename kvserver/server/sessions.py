@@ -1,6 +1,8 @@
 """Sessions as an operator sees them: which there are and what they have in L1, and the end of one.
 
-Owns: the choice of sessions and the report. Refuses to know: HTTP, what is superseded (`cache`). Runs in the loop's thread.
+`tiers` has L1 only: a session is known by its chunks in L1, and no index of storage knows whose an object is.
+
+Owns: the choice of sessions and the report. Refuses to know: HTTP, what leaves first (`cache`). Runs in the loop's thread.
 """
 
 from __future__ import annotations
@@ -28,9 +30,8 @@ class SessionReport(Struct, frozen=True, kw_only=True):
     model_name: str
     namespace: str
     salt_digest: str  # "" of requests without a cache salt
-    ends: int  # that are not superseded
     tokens: int
-    bytes: int  # as if all chunks were as large as the last one, or as the model's are in the mean where all ends are superseded
+    bytes: int
     tiers: list[str]
     last_use_seconds: float  # ago; 0 if only stores named the session
 
@@ -66,7 +67,7 @@ class SessionReports:
         return SessionsReport(chosen, len(examined) - len(chosen) + max(0, len(sessions) - _MOST_EXAMINED))
 
     def delete(self, session_id: str, model_name: str, cache_salt: str) -> DeletedSession:
-        """Supersede all of the sessions of this name and salt, in the namespaces of the model, or in all."""
+        """Delete the sessions of this name and salt, in the namespaces of the model, or in all."""
         salt, models, now = salt_digest(cache_salt), self._models(), self._upkeep.clock()
         deleted = []
         for namespace in self._upkeep.cache.index.namespace_ids():
@@ -92,19 +93,14 @@ class SessionReports:
 
     def _report(self, session: SessionRecord, models: dict[bytes, str], now: float) -> SessionReport:
         namespace = self._upkeep.cache.index.find_namespace(session.key.namespace)
-        last = next((end.chunk for end in reversed(session.ends) if end.chunk is not None), None)
-        tokens, pages = 0, 0.0
-        if namespace is not None:
-            tokens, model = session.chunks * namespace.groups.chunk_tokens, namespace.model
-            pages = session.chunks * (last.page_count if last is not None else model.pages / max(1, model.chunks))
+        tokens = session.chunks * namespace.groups.chunk_tokens if namespace is not None else 0
         return SessionReport(
             session_id=session.key.id,
             model_name=models.get(session.key.namespace, ""),
             namespace=session.key.namespace.hex(),
             salt_digest=session.key.salt.hex(),
-            ends=len(session.ends),
             tokens=tokens,
-            bytes=int(pages * self._upkeep.cache.pool.page_bytes),
+            bytes=session.pages * self._upkeep.cache.pool.page_bytes if tokens else 0,
             tiers=["l1"] if session.chunks else [],
             last_use_seconds=round(now - session.last_seconds, 3) if session.last_seconds else 0.0,
         )

@@ -80,7 +80,7 @@ class Stores:
             namespace, group.layout, keys_at(request.keys, places), group.slot_bytes,
             group=group.number, slots=_slots(group), places=places, steps=steps, model_name=worker.spec.model_name,
             after=after, durability=self.copies.durability_of(request, worker),
-            session=_session(request, namespace) if not group.layout.tails else None, behind=request.after or b"",
+            session=_session(request, namespace) if not group.layout.tails else None,
         )  # fmt: skip
         self._steps = plan.steps if steps else self._steps
         self._publish_evictions(plan)
@@ -228,9 +228,7 @@ class Stores:
 
 
 def _session(request: Store, namespace: bytes) -> SessionKey | None:
-    """The session of the chunks. Where the chunk before them is not stated, they are shared."""
-    known = request.session_id and (request.after or not request.first_chunk)
-    return SessionKey(namespace, request.session_salt or b"", request.session_id) if known else None
+    return SessionKey(namespace, request.session_salt or b"", request.session_id) if request.session_id else None
 
 
 def _slots(group: WorkerGroup) -> range:

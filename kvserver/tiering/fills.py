@@ -236,10 +236,6 @@ class Fills:
             shares=False,
         )  # fmt: skip
         publish_evicted(self._bus, int(self._clock() * 1e9), plan)
-        added = [
-            missing.places[at] for chunk, at in zip(plan.chunks, plan.positions, strict=True) if not chunk.session_end
-        ]
-        self._cache.share_before(fill.namespace, keys_of(fill.lookup.keys, [place - 1 for place in added if place]))
         own = set(map(id, plan.chunks))
         fill.awaited += [(chunk, missing.group) for chunk in plan.prefix if id(chunk) not in own]
         fill.reserved.append(FillBatch(plan, coverage))

@@ -12,7 +12,6 @@ import pytest
 from support.daemon import Daemon, wait_until
 from support.worker import Worker
 
-from kvserver.cache import SUPERSEDED_AFTER
 from kvserver.protocol import Error, salt_digest
 from kvserver.protocol.client import RequestFailed
 
@@ -56,21 +55,13 @@ def test_sessions_are_listed_by_size_with_tokens_bytes_and_tiers(daemon: Daemon,
     ask(worker, keys(2, 5), "große Sitzung", MINE)
     ask(worker, keys(2, 7), "große Sitzung", MINE)
     large, small = sessions(daemon)
-    assert (large["session_id"], large["tokens"], large["ends"]) == ("große Sitzung", 7 * TOKENS, 1)
+    assert (large["session_id"], large["tokens"]) == ("große Sitzung", 7 * TOKENS)
     assert large["salt_digest"] == MINE.hex()
     assert (small["tokens"], small["tiers"], small["salt_digest"]) == (2 * TOKENS, ["l1"], "")
     assert large["bytes"] * 2 == small["bytes"] * 7
+    assert large["bytes"] + small["bytes"] == daemon.status()["l1"]["used_bytes"]
     assert small["model_name"] == worker.model_name
     assert 0 < small["last_use_seconds"] < 60
-
-
-def test_a_session_whose_ends_are_all_superseded_has_bytes(daemon: Daemon, worker: Worker) -> None:
-    ask(worker, keys(1, 6), "a")
-    whole = sessions(daemon)[0]["bytes"]
-    for turn in range(SUPERSEDED_AFTER):
-        worker.lookup(keys(2, 1), f"other {turn}", session_id="a")
-    (session,) = sessions(daemon)
-    assert (session["ends"], session["tokens"], session["bytes"]) == (0, 6 * TOKENS, whole)
 
 
 def test_a_request_without_a_session_shares_what_it_uses_for_good(daemon: Daemon, worker: Worker) -> None:

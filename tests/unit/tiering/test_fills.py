@@ -9,7 +9,6 @@ from support.memory import two_groups
 from support.plain_tier import PlainTier
 from support.worker import Worker, make_keys
 
-from kvserver.cache import SUPERSEDED_AFTER
 from kvserver.l2 import TierOutcome
 from kvserver.protocol import LookupReply
 
@@ -55,25 +54,20 @@ def test_only_what_l1_lacks_is_read() -> None:
         assert f.loaded(keys) == content
 
 
-@pytest.mark.parametrize("resident", [[0, 1], [0, 1, 4, 5]])
-def test_a_conversation_in_which_a_fill_read_chunks_is_not_superseded(resident: list[int]) -> None:
+def test_what_a_fill_reads_is_of_no_session_and_what_was_resident_stays_the_sessions() -> None:
     with filling() as f:
         keys = make_keys(8)
         f.store(keys)
         f.written(keys)
         f.forget_l1()
         f.tier.objects, objects = {}, f.tier.objects
-        for place in resident:
-            f.worker.store(
-                [keys[place]], f.worker.blocks_for(1), first_chunk=place, session_id="a",
-                **({"after": keys[place - 1]} if place else {}),
-            )  # fmt: skip
+        f.worker.store(keys[:2], f.worker.blocks_for(2), session_id="a")
         f.tier.objects = objects
+        assert f.worker.lookup(keys, "r", session_id="a") == 2
         assert f.fill(keys) == 8
-        for turn in range(SUPERSEDED_AFTER + 2):
-            assert f.worker.lookup(keys, f"r{turn}", session_id="a") == 8
-            f.worker.end_request(f"r{turn}")
-        assert not f.running.server.call(lambda: len(f.running.parts.cache.sessions.superseded)).result(10)
+        assert f.worker.lookup(keys, "r", session_id="a") == 8
+        sessions = f.running.server.call(lambda: [one.chunks for one in f.running.parts.cache.sessions]).result(10)
+        assert sessions == [2]
 
 
 def test_a_hit_ends_at_a_hole() -> None:
