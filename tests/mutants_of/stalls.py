@@ -54,7 +54,7 @@ MUTANTS = (
            "adapters/common/lookups.py", "Lookups._wait", "self.seconds_left -= time.monotonic() - began", "pass"),
     Mutant("a pass of SGLang's begins lookups for all requests",
            "sglang/test_sglang_hits.py::test_lookups_begin_while_the_time_of_the_pass_lasts_and_the_others_in_later_ones",
-           "adapters/sglang/hits.py", "RememberedHits.pages", "self._lookups.seconds_left <= 0 or ", ""),
+           "adapters/sglang/hits.py", "RememberedHits._renew", "self._clock(), self._lookups.seconds_left", "self._clock(), 1.0"),
     Mutant("a store is not cancelled at its deadline",
            "adapters/test_ends_of_copies.py::test_a_store_is_cancelled_at_its_deadline",
            "adapters/common/worker.py", "WorkerHalf._time_out", "        copy.cancel()\n", ""),

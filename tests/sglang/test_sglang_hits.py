@@ -193,6 +193,25 @@ def test_a_wait_for_an_answer_leaves_less_time_for_lookups() -> None:
     assert (len(lookups.sent), round(clock.now, 6)) == (2, 0.001), "the second one's answer was not there in time"
 
 
+class OldAnswers(AnsweredLookups):
+    """Lookups whose answers are too old at once."""
+
+    def must_send(self, question: Question) -> bool:
+        return True
+
+    def known_until(self, question: Question) -> float:
+        return 0
+
+
+def test_an_old_answer_stays_while_the_time_of_the_pass_is_used_up() -> None:
+    found = remembered(lookups := OldAnswers(found=6))
+    assert found.pages("r", KEYS) == 6
+    lookups.seconds_left = 0.0
+    assert (found.pages("r", KEYS), len(lookups.sent)) == (6, 1)
+    lookups.seconds_left = 1.0
+    assert (found.pages("r", KEYS), len(lookups.sent)) == (6, 2)
+
+
 def test_where_sglang_asks_again_before_it_admits_only_the_second_question_waits() -> None:
     lookups = SlowLookups(clock := Clock(), answer_seconds=0.00035)
     found = RememberedHits(lookups, lookup_of, clock)  # type: ignore[arg-type]
