@@ -26,7 +26,7 @@ class Digest {
     std::unique_ptr<State> state_;
 };
 
-uint64_t checksum(std::string_view data);  // XXH3-64
+uint64_t checksum(std::string_view data);                       // XXH3-64
 uint64_t checksum(const std::vector<std::string_view>& parts);  // of all, end to end
 
 }  // namespace kvserver
