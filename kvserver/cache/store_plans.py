@@ -162,6 +162,7 @@ class StorePlans:
                 chunk.namespace.model.pages -= plan.pages * len(plan.slots)
                 if not chunk.detached and chunk.empty:
                     self._space.index.detach_chunk(chunk)
+        self._space.protections.arrived(plan.ready)
         self._space.free_or_track(*reversed(plan.prefix), before=self._chunk_before(plan))
         return len(plan.ready)
 
