@@ -180,6 +180,8 @@ class Cache:
     def _why_absent(self, namespace_id: bytes, keys: bytes, position: int) -> MissReason:
         """EvictedKeys loses some keys. One of which nothing else is known counts as the evicted chunk behind it."""
         key = keys[position * KEY_BYTES : (position + 1) * KEY_BYTES]
+        if self.protections.displaced((namespace_id, key)):
+            return MissReason.PINNED_OUT
         if (namespace_id, key) in self.space.evicted_keys:
             return MissReason.EVICTED
         if self._namespace_with(key):
@@ -212,14 +214,16 @@ class Cache:
 
     # ---- protections -----------------------------------------------------------------------------
 
-    def protection(
+    def protect(
         self, protection: Protection, keys: bytes, tails: Callable[[int], bytes], wanted: bytes = b""
     ) -> int:
         """Protect what a hit reads, up to the greatest boundary for which the bound has room, and begin the protection. Returns that boundary.
 
-        `tails`: the keys of the blocks behind a number of chunks, which are protected too if all chunks are. `wanted`: the keys
-        of further chunks, which L1 may lack. A protection that names no chunk does not begin. REQUIRES: fewer than MOST_PROTECTIONS.
+        `tails`: the keys of the blocks behind a number of chunks, which are protected too if all chunks are. `wanted`: the keys of further
+        chunks, which L1 may lack. A protection that names no chunk does not begin. REQUIRES: fewer than MOST_PROTECTIONS.
         """
+        while self.protections.end_one():  # what those that have ended protected is room
+            pass
         boundary = self._protect_leading(protection, protection.namespace, keys)
         if boundary == self.leading(protection.namespace, keys):
             self._protect_leading(protection, tails_of(protection.namespace), tails(boundary))

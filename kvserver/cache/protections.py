@@ -87,6 +87,7 @@ class Protections:
         self._displaced: OrderedDict[int, int] = OrderedDict()  # pages by the hash of a name, the first evicted first
         self._displaced_pages = 0
         self.ended: Counter[ProtectionEnd] = Counter()
+        self.requested: Counter[str] = Counter()  # by outcome
 
     def __len__(self) -> int:
         return len(self._live)
@@ -132,6 +133,10 @@ class Protections:
             if room < 0:
                 return number
         return len(chunks)
+
+    @property
+    def wanted_chunks(self) -> int:
+        return len(self._wanted)
 
     @property
     def room_for_wanted(self) -> int:
@@ -242,10 +247,15 @@ class Protections:
     def evicted(self, name: Name, pages: int) -> None:
         """A chunk was evicted: without protections it would still be there, for now."""
         if self._passed_pages:
-            key = hash(name)
-            self._displaced_pages += pages - self._displaced.pop(key, 0)
-            self._displaced[key] = pages
+            self.returned(name)
+            self._displaced[hash(name)] = pages
+            self._displaced_pages += pages
             self._trim_displaced()
+
+    def returned(self, name: Name) -> None:
+        """A store brings the chunk to L1 again, and evicts others for it."""
+        if self._displaced:
+            self._displaced_pages -= self._displaced.pop(hash(name), 0)
 
     def displaced(self, name: Name) -> bool:
         """True if the chunk, which was evicted, would be in L1 without protections."""

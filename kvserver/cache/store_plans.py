@@ -108,6 +108,8 @@ class StorePlans:
                 continue
             if chunk is not None:
                 chunk.pins += 1  # it may have been added after planning began, then `found` does not pin it
+            else:
+                self._space.protections.returned((namespace.id, key))
             slots = self._space.allocate_slots(plan, namespace.model)
             if slots is None:
                 if chunk is not None:

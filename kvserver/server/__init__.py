@@ -11,6 +11,13 @@ from kvserver.server.pins import MOST_SECONDS, PinReport, PinRequest, Pins, Pins
 from kvserver.server.samples import SERIES, take_sample
 from kvserver.server.serving import Serving
 from kvserver.server.sessions import DeletedSession, SessionReports, SessionsReport
-from kvserver.server.status import connects_status, departed_status, instance_status, l1_status, totals_status
+from kvserver.server.status import (
+    connects_status,
+    departed_status,
+    instance_status,
+    l1_status,
+    pins_status,
+    totals_status,
+)
 from kvserver.server.stores import Stores
 from kvserver.server.upkeep import Audit, Upkeep

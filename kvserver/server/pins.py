@@ -59,7 +59,7 @@ class PinReport(Struct, frozen=True, kw_only=True):
     """
 
     id: str = ""
-    outcome: str = ""  # accepted, clipped, deferred, rejected, missing
+    outcome: str = ""  # of OUTCOMES
     tokens: int = 0
     bytes: int = 0
     tiers: list[str] = []
@@ -68,6 +68,9 @@ class PinReport(Struct, frozen=True, kw_only=True):
     reason: str = ""
     owner: str = ""
     model_name: str = ""
+
+
+OUTCOMES = ("accepted", "clipped", "deferred", "rejected", "missing")
 
 
 class PinsReport(Struct, frozen=True):
@@ -84,6 +87,11 @@ class Pins:
     # ---- a new pin ------------------------------------------------------------------------------
 
     def pin(self, request: PinRequest) -> PinReport:
+        report = self._pin(request)
+        self._upkeep.cache.protections.requested[report.outcome] += 1
+        return report
+
+    def _pin(self, request: PinRequest) -> PinReport:
         cache, pool = self._upkeep.cache, self._upkeep.cache.pool
         if not cache.protections.fraction:
             return _rejected("off", "--pin-share is 0")
@@ -101,7 +109,7 @@ class Pins:
             self._upkeep.clock() + request.ttl_seconds, time.time() + request.ttl_seconds,
         )  # fmt: skip
         keys = request.chunk_keys(0, request.chunks)
-        boundary = cache.protection(protection, keys, request.tail_keys, request.chunk_keys(leading, known))
+        boundary = cache.protect(protection, keys, request.tail_keys, request.chunk_keys(leading, known))
         if cache.protections.get(protection.id) is None:
             bound = cache.protections.bound_of(protection.model) * pool.page_bytes
             return _rejected(
