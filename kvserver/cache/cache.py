@@ -214,9 +214,7 @@ class Cache:
 
     # ---- protections -----------------------------------------------------------------------------
 
-    def protect(
-        self, protection: Protection, keys: bytes, tails: Callable[[int], bytes], wanted: bytes = b""
-    ) -> int:
+    def protect(self, protection: Protection, keys: bytes, tails: Callable[[int], bytes], wanted: bytes = b"") -> int:
         """Protect what a hit reads, up to the greatest boundary for which the bound has room, and begin the protection. Returns that boundary.
 
         `tails`: the keys of the blocks behind a number of chunks, which are protected too if all chunks are. `wanted`: the keys of further

@@ -23,10 +23,12 @@ from enum import Enum
 from typing import TypeAlias
 
 from kvserver.cache.chunk import Chunk, ModelUse
+from kvserver.protocol import KEY_BYTES
 
 MOST_PROTECTIONS = 1024
 _MOST_WANTED = 1 << 16  # names of chunks that L1 lacks, of all protections together
 _MOST_DISPLACED = 1 << 16
+_EXAMINED_AT_ONCE = 4096  # wanted chunks, by forget_lost()
 
 Name: TypeAlias = tuple[bytes, bytes]  # (namespace id, key)
 
@@ -36,7 +38,7 @@ class ProtectionEnd(Enum):
     DELETED = "deleted"
     CLEARED = "cleared"
     WEIGHTS = "weights"  # no engine has these weights any more
-    NOT_KEPT = "not_kept"  # the restart of the daemon, or a smaller L1, lost the chunks
+    NOT_KEPT = "not_kept"  # a restart of the daemon, or its smaller L1, did not keep the chunks
     LOST_TIER = "lost_tier"  # a tier of L2 does not have the chunks any more, and L1 never got them
 
 
@@ -207,9 +209,41 @@ class Protections:
         for protection in [each for each in self if each.deadline <= now]:
             self.end(protection, ProtectionEnd.EXPIRED)
 
-    def end_of_namespaces(self, prefix: bytes, why: ProtectionEnd) -> None:
-        for protection in [each for each in self if each.namespace.startswith(prefix)]:
+    def end_in(self, meant: Callable[[bytes], bool], why: ProtectionEnd) -> None:
+        """End those in the namespaces that are meant."""
+        for protection in [each for each in self if meant(each.namespace)]:
             self.end(protection, why)
+
+    def release_all(self) -> None:
+        """L1 is left to the next daemon: end_one() frees all chunks, and no protection has ended."""
+        self._ending.extend(self._live.values())
+        self._live.clear()
+        self._wanted.clear()
+
+    def forget_lost(self, still_there: Callable[[bytes, int, bytes], tuple[bytes, ...]]) -> None:
+        """Forget wanted chunks that no tier has, and end what names nothing any more. A part of them each time, in turns.
+
+        `still_there`: as Storage.present().
+        """
+        examined = 0
+        for protection in list(self):
+            if examined < _EXAMINED_AT_ONCE and protection.wanted:
+                examined += len(protection.wanted)
+                self._live[protection.id] = self._live.pop(protection.id)  # behind the others
+                self._forget_lost(protection, still_there)
+            if not (protection.protected or protection.wanted):
+                self.end(protection, ProtectionEnd.NOT_KEPT if protection.kept else ProtectionEnd.LOST_TIER)
+
+    def _forget_lost(
+        self, protection: Protection, still_there: Callable[[bytes, int, bytes], tuple[bytes, ...]]
+    ) -> None:
+        names = [name for name in protection.wanted if name[0] == protection.namespace]
+        (there,) = still_there(protection.namespace, 1, b"".join([key for _, key in names])) or (b"",)
+        found = {there[at : at + KEY_BYTES] for at in range(0, len(there), KEY_BYTES)}
+        lost = [name for name in protection.wanted if name[1] not in found]
+        if lost:
+            self.forget(protection, lost)
+            protection.note = f"lost: {len(lost)} chunks were neither kept in L1 nor are they in L2"
 
     def end_one(self) -> int:
         """Free the chunks of one protection that has ended. Returns their number, at least 1; 0 if there is none."""

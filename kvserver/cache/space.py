@@ -64,7 +64,7 @@ class Space:
     def clear_namespaces(self, base: bytes = b"") -> int:
         """Detach all chunks of the namespaces that begin with `base`; step() frees their pages."""
         before = self.index.chunk_count
-        self.protections.end_of_namespaces(base, ProtectionEnd.CLEARED)
+        self.protections.end_in(lambda id: id.startswith(base), ProtectionEnd.CLEARED)
         for id in self.index.namespace_ids():
             namespace = self.index.detach_namespace(id) if id.startswith(base) else None
             if namespace is not None:
@@ -76,8 +76,9 @@ class Space:
     def kept_by_a_restart(self) -> list[tuple[list[Chunk], bool]]:
         """READY chunks of namespaces that a later start of an engine can find, the next to evict last; True: the policy protects these.
 
-        Deferred work is done first. REQUIRES: nothing is filled or read.
+        Deferred work is done first, and no chunk is protected any more. REQUIRES: nothing is filled or read.
         """
+        self.protections.release_all()
         while self.step(sys.maxsize):
             pass
         durable = {each for each in self.index.namespaces() if each.durability is not Durability.PROCESS}
