@@ -75,7 +75,7 @@ def pins_of(cache: Cache) -> tuple[KeptPin, ...]:
 
 
 def restore_pins(cache: Cache, pins: Sequence[KeptPin]) -> None:
-    """Each chunk that they name is protected once it is adopted, or comes from L2."""
+    """Begin the pins anew: a chunk that they name is protected once it is adopted, or comes from L2."""
     for pin in pins[:MOST_PROTECTIONS] if cache.protections.fraction else ():
         protection = Protection(
             pin.id, pin.owner, pin.namespace, cache.index.model(pin.model_name), pin.deadline, pin.expires_at,
