@@ -156,9 +156,8 @@ def test_what_pins_cost_others_is_shown(pressed: Daemon, engine: Worker) -> None
     assert engine.lookup(other, "q") == 0
     missed = pressed.metric("kvserver_lookup_missed_tokens_total", reason="pinned_out")
     assert missed == CHUNK_BLOCKS * BLOCK
-    code, text = pressed.http("/explain?request_id=q")
-    assert code == 200
-    assert "L1 without pins would have kept it" in text
+    kept = "L1 without pins would have kept it"
+    wait_until(lambda: kept in pressed.http("/explain?request_id=q")[1], what="the events are handled")
     assert pressed.metric("kvserver_cache_pin_requests_total", outcome="accepted") == 1
 
 
@@ -236,20 +235,28 @@ def test_a_prompt_that_is_only_in_l2_is_protected_once_it_is_read(
     found = pin(daemon, "deferred")
     assert (found["tokens"], found["tiers"], found["ready_in_seconds"]) == (0, ["l2"], None)
     assert daemon.metric("kvserver_cache_pin_deferred_chunks") == len(KEYS)
-    message = worker.lookup_message(KEYS, "r1")
-    worker.ask(message, LookupReply)
-    assert worker.ask(AwaitFill(message, wait_ms=10_000), LookupReply).hit_chunks == len(KEYS)
-    worker.end_request("r1")
+    number = 0
+
+    def filled() -> bool:
+        nonlocal number
+        number += 1
+        message = worker.lookup_message(KEYS, f"r{number}")
+        if worker.ask(message, LookupReply).hit_chunks < len(KEYS):
+            worker.ask(AwaitFill(message, wait_ms=10_000), LookupReply)
+        worker.end_request(f"r{number}")
+        return not pins(daemon)[0]["reason"]
+
+    wait_until(filled, 120, "all is read")
     (shown,) = pins(daemon)
     assert (shown["outcome"], shown["tokens"], shown["tiers"]) == ("accepted", len(TOKENS), ["l1"])
     press(worker, daemon)
-    assert worker.lookup(KEYS, "r2") == len(KEYS)
+    assert worker.lookup(KEYS, "q") == len(KEYS)
 
 
 def test_a_pin_whose_chunks_left_the_tier_ends(
     make_daemon: MakeDaemon, make_worker: MakeWorker, tmp_path: Path
 ) -> None:
-    daemon = make_daemon(l1_size="1MiB", pin_share=0.5, l2=f"file://{tmp_path}/l2?size=4MiB")
+    daemon = make_daemon(l1_size="1MiB", pin_share=0.5, l2=f"file://{tmp_path}/l2?size=8MiB")
     worker = make_worker(daemon)
     describe(worker)
     worker.store(KEYS, worker.blocks_for(len(KEYS)))
@@ -264,7 +271,7 @@ def test_a_pin_whose_chunks_left_the_tier_ends(
         number += 1
         return daemon.status()["pins"]["ended"]["lost_tier"] == 1
 
-    wait_until(ended, 60, "the tier evicts them")
+    wait_until(ended, 120, "the tier evicts them")
     assert pins(daemon) == []
 
 
@@ -323,7 +330,7 @@ def test_engines_that_share_no_kv_are_refused_until_one_is_named(pressed: Daemon
         return post(pressed, tokens=TOKENS, ttl_seconds=60)[1].get("reason", "").startswith("several_namespaces: ")
 
     wait_until(several, what="both are described")
-    assert pins(pressed) == [] or [each["outcome"] for each in pins(pressed)] == ["accepted"]
+    assert all(each["outcome"] == "accepted" for each in pins(pressed)), "those of the time when one was described"
     pin(pressed, instance_ids=[other.instance_id])
 
 
