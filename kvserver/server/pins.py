@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from msgspec import Struct
 
-from kvserver.cache import MOST_PROTECTIONS, Protection, ProtectionEnd, epoch_of, split_keys
+from kvserver.cache import MOST_PROTECTIONS, Protection, ProtectionEnd, epoch_of, split_keys, tails_of
 from kvserver.protocol import KEY_BYTES
 from kvserver.server.upkeep import Upkeep
 
@@ -100,8 +100,8 @@ class Pins:
         if request.chunks > MOST_CHUNKS:
             return _rejected("too_large", f"the prompt has {request.chunks} chunks, and a pin at most {MOST_CHUNKS}")
         namespace, leading, known = self._search(request)
-        if not known:
-            return PinReport(outcome="missing", reason="not_cached: neither L1 nor a tier of files has its first chunk")
+        if not known and not cache.leading(tails_of(namespace), request.tail_keys(0)):
+            return PinReport(outcome="missing", reason="not_cached: neither L1 nor a tier of files has its beginning")
         if known - leading > cache.protections.room_for_wanted:
             return _rejected("too_many", "pins wait for too many chunks of L2 already")
         protection = Protection(

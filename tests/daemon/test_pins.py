@@ -15,7 +15,7 @@ from support.kept_l1 import restart
 from support.pins import BLOCK, CHUNK_BLOCKS, KEYS, TOKENS, describe, hashes, pin, pins, post, press
 from support.worker import Worker, make_keys
 
-from kvserver.protocol import AwaitFill, LookupReply
+from kvserver.protocol import AwaitFill, LookupReply, ObjectGroup
 
 MakeDaemon, MakeWorker = Callable[..., Daemon], Callable[..., Worker]
 
@@ -69,6 +69,30 @@ def test_a_pin_of_block_hashes_is_one_of_their_tokens(pressed: Daemon, engine: W
     by_hashes = pin(pressed, tokens=None, block_hashes=[value.hex() for value in hashes()])
     assert {**by_hashes, "id": 0, "expires_at": 0} == {**by_tokens, "id": 0, "expires_at": 0}
     assert pressed.metric("kvserver_cache_pinned_bytes") == by_tokens["bytes"], "both name the same chunks"
+
+
+@pytest.mark.parametrize("chunks", [0, 2])
+def test_the_blocks_behind_the_last_chunk_are_pinned_with_it(
+    pressed: Daemon, make_worker: MakeWorker, chunks: int
+) -> None:
+    worker = make_worker(pressed, groups=(ObjectGroup("full", (0,), BLOCK),), tails=True)
+    describe(worker)
+    tokens = TOKENS[: (chunks * CHUNK_BLOCKS + 3) * BLOCK + 5]
+    tail = hashes(tokens)[chunks * CHUNK_BLOCKS :]
+    if chunks:
+        worker.store(KEYS[:chunks], worker.blocks_for(chunks))
+    after = KEYS[chunks - 1] if chunks else None
+    assert worker.store(tail, [50, 51, 52], group=1, first_chunk=chunks * CHUNK_BLOCKS, after=after).stored == 3
+    found = pin(pressed, tokens=tokens)
+    assert found["tokens"] == (chunks * CHUNK_BLOCKS + 3) * BLOCK
+    press(worker, pressed)
+    message = worker.lookup_message(KEYS[:chunks], tail_keys=b"".join(tail))
+    reply = worker.ask(message, LookupReply)
+    assert (reply.hit_chunks, reply.tail_blocks) == (chunks, 3)
+    worker.end_request()
+    assert pressed.http(f"/cache/pins/{found['id']}", "DELETE")[0] == 200
+    press(worker, pressed)
+    assert worker.ask(worker.lookup_message(KEYS[:chunks], tail_keys=b"".join(tail)), LookupReply).tail_blocks == 0
 
 
 def test_a_pin_of_another_salt_finds_nothing(pressed: Daemon, engine: Worker) -> None:
