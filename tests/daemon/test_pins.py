@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.daemon import Daemon, wait_until
+from support.daemon import KVSERVER, Daemon, wait_until
 from support.kept_l1 import restart
 from support.pins import BLOCK, CHUNK_BLOCKS, KEYS, TOKENS, describe, hashes, pin, pins, post, press
 from support.worker import Worker, make_keys
@@ -42,6 +43,10 @@ def test_a_pinned_prompt_stays_under_pressure_and_leaves_after_its_deletion(pres
     engine.end_request("r1")
     (shown,) = pins(pressed)
     assert shown == found
+    command = [KVSERVER, "status", "--http-port", str(pressed.http_port)]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    assert "pins   1: " in lines
+    assert "1 accepted" in lines
     code, text = pressed.http(f"/cache/pins/{found['id']}", "DELETE")
     assert (code, json.loads(text)["outcome"], json.loads(text)["tokens"]) == (200, "accepted", len(TOKENS))
     assert pins(pressed) == []
