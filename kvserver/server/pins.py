@@ -21,7 +21,6 @@ log = logging.getLogger(__name__)
 
 MOST_SECONDS = 7 * 86400
 MOST_CHUNKS = 1 << 14  # of one pin: one turn of the loop looks at each
-_MOST_NAMESPACES = 64  # of the LoRAs of one model, which are searched for the prompt
 _MOST_REPORTED = 256
 
 
@@ -87,7 +86,13 @@ class Pins:
     # ---- a new pin ------------------------------------------------------------------------------
 
     def pin(self, request: PinRequest) -> PinReport:
-        report = self._pin(request)
+        return self._counted(self._pin(request))
+
+    def reject(self, code: str, text: str) -> PinReport:
+        """Count a request that names no prompt of one namespace."""
+        return self._counted(_rejected(code, text))
+
+    def _counted(self, report: PinReport) -> PinReport:
         self._upkeep.cache.protections.requested[report.outcome] += 1
         return report
 
@@ -124,16 +129,13 @@ class Pins:
         return report
 
     def _search(self, request: PinRequest) -> tuple[bytes, int, int]:
-        """The namespace, of the model or of one of its LoRAs, that has most of the prompt; the chunks that L1 has, and L1 and L2 together."""
+        """The namespace, of the model or of the LoRA that the hashes cover; the chunks that L1 has, and L1 and L2 together."""
         cache, keys = self._upkeep.cache, request.chunk_keys(0, request.chunks)
-        of_model = [id for id in cache.index.namespace_ids() if epoch_of(id) == epoch_of(request.namespace)]
-        found = (request.namespace, 0, 0)
-        for id in dict.fromkeys([request.namespace, *of_model[:_MOST_NAMESPACES]]):
-            leading = cache.leading(id, keys)
-            known = self._known(id, request, leading)
-            if (known, leading) > (found[2], found[1]):
-                found = id, leading, known
-        return found
+        epoch, first = epoch_of(request.namespace), keys[:KEY_BYTES]
+        of_model = (of for of in cache.index.namespaces() if epoch_of(of.id) == epoch and not of.groups.tails)
+        id = next((of.id for of in of_model if first and of.chunks.get(first) is not None), request.namespace)
+        leading = cache.leading(id, keys)
+        return id, leading, self._known(id, request, leading)
 
     def _known(self, namespace: bytes, request: PinRequest, leading: int) -> int:
         """The chunks that L1 and local tiers of L2 have together."""

@@ -47,7 +47,8 @@ def create(
         request = _request(match, query)
     except BadQuery as error:
         if error.code == 409:
-            return 409, msgspec.json.encode(PinReport(outcome="rejected", reason=f"{error.error}: {error.message}"))
+            code, text = error.error, error.message
+            return 409, msgspec.json.encode(ask(lambda: pins.reject(code, text)))
         return _bad(error.code, error.error, error.message)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         return _bad(400, "bad_query", str(error))

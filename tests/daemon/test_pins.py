@@ -346,6 +346,8 @@ def test_a_refusal_is_typed_and_pins_nothing(
     found_code, found = post(pressed, **{"tokens": TOKENS, "ttl_seconds": 600} | query)
     assert (found_code, found.get("outcome")) == (code, outcome), found
     assert (found["reason"].partition(":")[0] if outcome else found["error"]) == reason
+    if outcome == "rejected":
+        assert pressed.metric("kvserver_cache_pin_requests_total", outcome="rejected") >= 1
     assert pins(pressed) == []
 
 
