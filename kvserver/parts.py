@@ -65,6 +65,7 @@ class Parts:
         )
         self.bus = bus = observability.bus
         self.instances = instances = Instances()
+        cache.protections.fraction = settings.pin_share
         self.serving = Serving(settings.serving)
         self.tickets: Tickets[Ticket] = Tickets(devices)
         copies = Copies(cache.pool, self.tickets, instances, bus, clock)

@@ -15,6 +15,7 @@ from kvserver.server import (
     departed_status,
     instance_status,
     l1_status,
+    pins_status,
     totals_status,
 )
 from kvserver.telemetry import with_l2
@@ -61,6 +62,7 @@ def daemon_status(parts: Parts, server: Server) -> DaemonStatus:
         refused_registrations=dict(server.rpc.refused_registrations() + parts.lifelines.refused),
         refused_engines=parts.workers.refused_engines(),
         serving=parts.serving.mode,
+        pins=pins_status(parts.cache),
         not_ready=server.failure.strip(),
     )
 

@@ -41,7 +41,7 @@ def audit(space: Space) -> None:
     assert used == space.pool.used_pages, f"models count {used} pages, {space.pool.used_pages} are used"
     all_leases = list(space.leases)
     assert len(all_leases) == space.leases.count, f"{len(all_leases)} leases, {space.leases.count} counted"
-    in_leases = sum(not chunk.detached for lease in all_leases for chunk in lease.chunks)
+    in_leases = sum(not chunk.detached for lease in all_leases for chunk in lease.chunks) + space.protections.audit()
     assert leases == in_leases, f"chunks count {leases} leases, leases hold {in_leases} chunks"
     assert pins <= space.pins, f"chunks count {pins} pins, open plans {space.pins}"
     space.sessions.audit(space.index, all_chunks=space.pins == 0)

@@ -22,16 +22,18 @@ Rules kept here:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal
 
 from kvserver.cache.audit import audit
 from kvserver.cache.chunk import Chunk, Namespace
 from kvserver.cache.eviction import EvictionPolicy
+from kvserver.cache.index import split_keys
 from kvserver.cache.leases import Owner
 from kvserver.cache.misses import LookupOutcome, MissReason
 from kvserver.cache.namespace import tails_of
 from kvserver.cache.pages import PagePool
+from kvserver.cache.protections import Protection
 from kvserver.cache.sessions import SessionKey
 from kvserver.cache.space import NO_SHARES, Space
 from kvserver.cache.store_plans import StorePlans
@@ -66,13 +68,19 @@ def _lease(namespace: Namespace, keys: bytes) -> tuple[list[Chunk], int, int]:
     return needed, boundary, boundary
 
 
+def _unlease(chunks: Iterable[Chunk]) -> None:
+    """REQUIRES: no eviction since _lease()."""
+    for chunk in chunks:
+        chunk.leases -= 1
+
+
 class Cache:
     """The face of L1. `shares`: the fraction of L1 that is kept for a model, by its name; at most 1 together."""
 
     def __init__(self, pool: PagePool, policy: EvictionPolicy, shares: Mapping[str, Decimal] = NO_SHARES) -> None:
         self.space = space = Space(pool, policy, shares)
         self.pool, self.policy, self.index, self.leases = pool, policy, space.index, space.leases
-        self.sessions = space.sessions
+        self.sessions, self.protections = space.sessions, space.protections
         self.pin_chunks, self.unpin_chunks = space.pin_chunks, space.unpin_chunks
         self.clear_namespaces, self.step = space.clear_namespaces, space.step
         self.kept_by_a_restart, self.adopt_chunks = space.kept_by_a_restart, space.adopt_chunks
@@ -172,6 +180,8 @@ class Cache:
     def _why_absent(self, namespace_id: bytes, keys: bytes, position: int) -> MissReason:
         """EvictedKeys loses some keys. One of which nothing else is known counts as the evicted chunk behind it."""
         key = keys[position * KEY_BYTES : (position + 1) * KEY_BYTES]
+        if self.protections.displaced((namespace_id, key)):
+            return MissReason.PINNED_OUT
         if (namespace_id, key) in self.space.evicted_keys:
             return MissReason.EVICTED
         if self._namespace_with(key):
@@ -188,8 +198,9 @@ class Cache:
         self.leases.end(owner)
 
     def expire_leases(self, now: float) -> None:
-        """Leases whose deadline has passed count as ended; step() ends them."""
+        """Leases and protections whose deadline has passed count as ended; step() ends them."""
         self.leases.expire(now)
+        self.protections.expire(now)
 
     def end_leases_of(self, instance_id: str) -> None:
         """All of the instance's leases count as ended; step() ends them."""
@@ -198,6 +209,45 @@ class Cache:
     @property
     def lease_count(self) -> int:
         return self.leases.count
+
+    # ---- protections -----------------------------------------------------------------------------
+
+    def protect(self, protection: Protection, keys: bytes, tails: Callable[[int], bytes], wanted: bytes = b"") -> int:
+        """Protect what a hit reads, up to the greatest boundary for which the bound has room, and begin the protection. Returns that boundary.
+
+        `tails`: the keys of the blocks behind a number of chunks, which are protected too if all chunks are. `wanted`: the keys of further
+        chunks, which L1 may lack. A protection that names no chunk does not begin. REQUIRES: fewer than MOST_PROTECTIONS.
+        """
+        while self.protections.end_one():  # what those that have ended protected is room
+            pass
+        boundary = self._protect_leading(protection, protection.namespace, keys)
+        if boundary == self.leading(protection.namespace, keys):
+            self._protect_leading(protection, tails_of(protection.namespace), tails(boundary))
+        self.protections.add(protection, [(protection.namespace, key) for (key,) in split_keys(wanted)])
+        self.protections.arrived(
+            [chunk for chunk in self.index.find_chunks(protection.namespace, wanted) if chunk is not None]
+        )
+        return boundary
+
+    def _protect_leading(self, protection: Protection, namespace_id: bytes, keys: bytes) -> int:
+        namespace = self.index.find_namespace(namespace_id)
+        while namespace is not None and keys:
+            chunks, boundary, _ = _lease(namespace, keys)
+            fits = self.protections.fitting(namespace.model, chunks)
+            if fits == len(chunks):
+                self.protections.protect(protection, chunks)
+            _unlease(chunks)
+            if fits == len(chunks):
+                return boundary
+            keys = keys[: KEY_BYTES * (fits if namespace.groups.full else boundary - 1)]
+        return 0
+
+    def leading(self, namespace_id: bytes, keys: bytes) -> int:
+        """The greatest boundary of a hit. Nothing is leased or counted."""
+        namespace = self.index.find_namespace(namespace_id)
+        chunks, boundary, _ = _lease(namespace, keys) if namespace is not None else ([], 0, 0)
+        _unlease(chunks)
+        return boundary
 
     # ---- load ---------------------------------------------------------------------------------
 

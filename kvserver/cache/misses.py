@@ -17,6 +17,7 @@ class MissReason(str, Enum):
     """Reason of one missed chunk; Cache.lookup() determines it."""
 
     EVICTED = "evicted"  # it was evicted, and EvictedKeys still remembers it, or the chunk behind it
+    PINNED_OUT = "pinned_out"  # it was evicted, and would be there if pins kept no other chunk
     NO_BOUNDARY = (
         "no_boundary"  # full attention's KV is resident, but a window's or a state's at no boundary behind the chunk
     )

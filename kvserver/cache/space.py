@@ -1,6 +1,6 @@
 """The memory of L1: which chunks have it, and which must leave so that others get it.
 
-Owns: index, pool, eviction policy, shares, pins, leases and cleared chunks, and the counts of evictions. Refuses to know: what a
+Owns: index, pool, eviction policy, shares, pins, leases, protections and cleared chunks, and the counts of evictions. Refuses to know: what a
 store plans (`store_plans`) and what a lookup finds (`cache`).
 """
 
@@ -18,6 +18,7 @@ from kvserver.cache.index import ChunkRows, Index
 from kvserver.cache.leases import Leases
 from kvserver.cache.misses import EvictedKeys
 from kvserver.cache.pages import PagePool, page_count
+from kvserver.cache.protections import ProtectionEnd, Protections
 from kvserver.cache.sessions import Sessions
 from kvserver.cache.shares import Shares
 from kvserver.cache.store_plan import StorePlan
@@ -35,7 +36,9 @@ class Space:
         self.index = Index(policy.make_chunk)
         self.leases = Leases(policy)
         self.sessions = Sessions(lambda: self.index.chunk_count)
-        self._shares = Shares({self.index.model(name): int(share * pool.pages) for name, share in shares.items()})
+        share_pages = {self.index.model(name): int(share * pool.pages) for name, share in shares.items()}
+        self._shares = Shares(share_pages)
+        self.protections = Protections(pool.pages, share_pages, policy.track)
         self.evicted_chunks = 0
         self.evicted_pages = 0
         self.cleared_chunks = 0
@@ -61,6 +64,7 @@ class Space:
     def clear_namespaces(self, base: bytes = b"") -> int:
         """Detach all chunks of the namespaces that begin with `base`; step() frees their pages."""
         before = self.index.chunk_count
+        self.protections.end_in(lambda id: id.startswith(base), ProtectionEnd.CLEARED)
         for id in self.index.namespace_ids():
             namespace = self.index.detach_namespace(id) if id.startswith(base) else None
             if namespace is not None:
@@ -72,8 +76,9 @@ class Space:
     def kept_by_a_restart(self) -> list[tuple[list[Chunk], bool]]:
         """READY chunks of namespaces that a later start of an engine can find, the next to evict last; True: the policy protects these.
 
-        Deferred work is done first. REQUIRES: nothing is filled or read.
+        Deferred work is done first, and no chunk is protected any more. REQUIRES: nothing is filled or read.
         """
+        self.protections.release_all()
         while self.step(sys.maxsize):
             pass
         durable = {each for each in self.index.namespaces() if each.durability is not Durability.PROCESS}
@@ -94,6 +99,7 @@ class Space:
         slots = rows.extents if whole else b"".join([chunk.joined_slots for chunk in chunks])
         namespace.model.pages += self.pool.use_withheld(slots)
         self.policy.append(chunks, protected)
+        self.protections.arrived(chunks)
         return added
 
     @property
@@ -105,9 +111,13 @@ class Space:
 
     def step(self, limit: int = SLICE) -> bool:
         """Free or unlease about `limit` chunks, or end one lease that has more. True while work remains."""
-        while limit > 0 and (done := self._free_one_chunk() or self.leases.end_one()):
+        while limit > 0 and (done := self._free_one_chunk() or self._end_one_claim()):
             limit -= done
         return limit <= 0
+
+    def _end_one_claim(self) -> int:
+        """End a lease or a protection that counts as ended, as Leases.end_one()."""
+        return self.leases.end_one() or self.protections.end_one()
 
     def _free_one_chunk(self) -> int:
         """Free one cleared chunk. Returns 1, or 0 if none is left.
@@ -172,7 +182,7 @@ class Space:
                 continue
             chunk = self.policy.pop_incomplete() or self._shares.pop_released() or self._pop_chunk()
             if chunk is None:
-                if done := self.leases.end_one():
+                if done := self._end_one_claim():
                     plan.steps -= done
                     continue
                 chunk = self._shares.pop_own(model)
@@ -186,6 +196,8 @@ class Space:
             if not (chunk.leases or chunk.pins):
                 plan.steps -= _EVICTION_STEPS
                 self._evict_chunk(chunk, plan)
+            else:
+                self.protections.pass_over(chunk)
         return slot
 
     def _pop_chunk(self) -> Chunk | None:
@@ -204,6 +216,8 @@ class Space:
         self.evicted_chunks += 1
         chunk.namespace.model.evicted_chunks += 1
         chunk.namespace.model.never_loaded_chunks += bool(chunk.ready) and not chunk.loaded
-        self.evicted_pages += self._free_chunk(chunk)
+        pages = self._free_chunk(chunk)
+        self.evicted_pages += pages
+        self.protections.evicted((chunk.namespace.id, chunk.key), pages)
         plan.evicted.append((chunk.namespace.id, chunk.key))
         self.evicted_keys.add(chunk.namespace.id, chunk.key, self.index.chunk_count)

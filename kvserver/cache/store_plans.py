@@ -102,6 +102,8 @@ class StorePlans:
                 continue
             if chunk is not None:
                 chunk.pins += 1  # it may have been added after planning began, then `found` does not pin it
+            else:
+                self._space.protections.returned((namespace.id, key))
             slots = self._space.allocate_slots(plan, namespace.model)
             if slots is None:
                 if chunk is not None:
@@ -155,6 +157,7 @@ class StorePlans:
                 chunk.count_pages(-plan.pages * len(plan.slots))
                 if not chunk.detached and chunk.empty:
                     self._space.index.detach_chunk(chunk)
+        self._space.protections.arrived(plan.ready)
         self._space.free_or_track(*reversed(plan.prefix), before=self._chunk_before(plan))
         return len(plan.ready)
 

@@ -24,6 +24,7 @@ from kvserver.protocol.status import (
     GpuStatus,
     InstanceStatus,
     L1Status,
+    PinsStatus,
     RefusedEngineStatus,
     TierStatus,
     WhatIfEngine,
@@ -116,6 +117,7 @@ def table(status: DaemonStatus) -> str:
         f"L1     {bar(l1.used_bytes, l1.size_bytes)} {size(l1.used_bytes)} of {size(l1.size_bytes)}, "
         f"{l1.chunks} chunks, {l1.evictions} evicted ({l1.policy})",
         *_shares(l1),
+        *_pins(status.pins),
         *what_if(status.what_if, l1.policy),
         *map(tier_line, status.l2),
         _prompts(totals.prompt_tokens),
@@ -213,6 +215,14 @@ def tier_line(tier: TierStatus) -> str:
         f"{tier.corrupt} corrupt, {tier.timeouts + tier.errors} failed, {sum(tier.dropped.values())} dropped, "
         f"{size(tier.queue_bytes)} queued"
     )
+
+
+def _pins(pins: PinsStatus) -> list[str]:
+    """The pins of prompts, unless --pin-share is 0."""
+    if not pins.most_bytes:
+        return []
+    asked = ", ".join(f"{count} {outcome}" for outcome, count in pins.requests.items() if count) or "none requested"
+    return [f"pins   {pins.pins}: {size(pins.bytes)} protected, at most {size(pins.most_bytes)}; {asked}"]
 
 
 def _gpu(gpu: GpuStatus, l1: L1Status) -> str:

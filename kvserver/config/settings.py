@@ -155,6 +155,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             "other models may use, until it stores more. Models without a share have the rest: nothing, if shares of 1 are used."
         ),
     ] = ()
+    pin_share: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="Fraction of L1 that pins (POST /cache/pins) may protect from eviction together: of a model's --share for that model, of the rest for "
+            "all other models. 0: there are no pins. What pins protect is missing for all other prompts.",
+        ),
+    ] = 0.0
     l2: Annotated[
         tuple[str, ...],
         Meta(

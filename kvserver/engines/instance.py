@@ -72,6 +72,11 @@ class Instance:
         shape = spec.chunk_blocks, spec.block_tokens, spec.object_groups
         return InstanceDescribed(now_ns, self.description, prefix, *shape)
 
+    @property
+    def described_prefix(self) -> bytes:
+        """The namespace that it described last, without a LoRA; b"" before its first description."""
+        return self._published[1] if self._published is not None else b""
+
     def namespace_of(self, variant: str) -> bytes | None:
         """The namespace of one weights epoch and LoRA; None until all ranks are registered."""
         if self.namespace is None or not variant:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvserver._native import check_records, unpack_blocks
-from kvserver.cache import Cache
+from kvserver.cache import Cache, ProtectionEnd, epoch_of, split_namespace
 from kvserver.engines.instance import Instance
 from kvserver.engines.instances import Instances
 from kvserver.events import BlockReport, Bus, RequestEnded
@@ -92,9 +92,17 @@ class EngineReports:
         instance = self._reporter(request)
         if instance.namespace is None:
             raise KVServerError(ErrorCode.NOT_READY, f"{instance.ranks_text}; send DescribeScheduler when all are")
-        instance.description = request
+        before, instance.description = instance.described_prefix, request
         if (event := instance.described(int(self.clock() * 1e9))) is not None:
             self.bus.publish(event)
+            self._end_pins_of_weights(before, instance)
+
+    def _end_pins_of_weights(self, before: bytes, instance: Instance) -> None:
+        """An engine whose weights changed in place reads the KV before no more: pins of it end, if no other engine does."""
+        now = instance.described_prefix
+        read = {each.described_prefix for each in self.instances.by_id.values()}
+        if before and before not in read and split_namespace(before)[0] == split_namespace(now)[0]:
+            self.cache.protections.end_in(lambda id: epoch_of(id) == before, ProtectionEnd.WEIGHTS)
 
     def add_engine_stats(self, request: EngineLoad) -> None:
         instance = self._reporter(request)

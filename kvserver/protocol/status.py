@@ -42,6 +42,18 @@ class L1Status(Struct, frozen=True, kw_only=True):
     numa_nodes: list[int] = []
 
 
+class PinsStatus(Struct, frozen=True, kw_only=True):
+    """Pins (`/cache/pins`) of the daemon: prompts whose chunks L1 keeps."""
+
+    pins: int = 0
+    bytes: int = 0  # of L1 that they protect
+    most_bytes: int = 0  # that they may protect: --pin-share
+    deferred_chunks: int = 0  # that are in L2 alone
+    requests: dict[str, int] = {}  # by outcome
+    ended: dict[str, int] = {}  # by reason
+    passed_over: int = 0  # evictions that took another chunk than a pinned one
+
+
 class DirectionStatus(Struct, frozen=True):
     """Bytes that a GPU copied in one direction."""
 
@@ -413,3 +425,4 @@ class DaemonStatus(Struct, frozen=True, kw_only=True):
     http: PagesStatus | UnsetType = UNSET
     serving: str = ""  # on, stores-off or off
     not_ready: str = ""  # why it should receive no traffic, as /readyz states it
+    pins: PinsStatus = PinsStatus()

@@ -1,4 +1,4 @@
-"""The state of L1 at its end: the rows of its chunks, and of those that were not adopted yet.
+"""The state of L1 at its end: the rows of its chunks, and of those that were not adopted yet; and the pins of prompts.
 
 Owns: which chunks are kept, and the time that their digests may take. Refuses to know: the form of a state (`state`), where it is written.
 
@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kvserver import __version__
 from kvserver._native import HostRegion, digest_objects, pack_chunks
-from kvserver.cache import Cache, Chunk, Namespace
-from kvserver.restart.state import DIGEST_BYTES, PROTECTED, KeptNamespace, State
+from kvserver.cache import MOST_PROTECTIONS, Cache, Chunk, Namespace, Protection, split_keys
+from kvserver.restart.state import DIGEST_BYTES, PROTECTED, KeptNamespace, KeptPin, State
 
 _DIGEST_SECONDS = 10.0
 _NO_DIGEST = bytes(DIGEST_BYTES)
@@ -56,6 +56,33 @@ def make_state(cache: Cache, region: HostRegion, inode: int) -> State:
         digests=digests,
     )
     return state.part(0, _digested(digests))
+
+
+def pins_of(cache: Cache) -> tuple[KeptPin, ...]:
+    """The pins that have not ended, with the chunks that L1 has and those that it lacks."""
+    names = {use: name for name, use in cache.index.models.items()}
+    pins = []
+    for each in cache.protections:
+        keys: dict[bytes, list[bytes]] = {}
+        for namespace, key in (*((chunk.namespace.id, chunk.key) for chunk in each.protected), *each.wanted):
+            keys.setdefault(namespace, []).append(key)
+        joined = {namespace: b"".join(found) for namespace, found in keys.items()}
+        model_name = names[each.model]
+        pins.append(
+            KeptPin(each.id, each.owner, each.namespace, model_name, each.deadline, each.expires_at, each.note, joined)
+        )
+    return tuple(pins)
+
+
+def restore_pins(cache: Cache, pins: Sequence[KeptPin]) -> None:
+    """Begin the pins anew: a chunk that they name is protected once it is adopted, or comes from L2."""
+    for pin in pins[:MOST_PROTECTIONS] if cache.protections.fraction else ():
+        protection = Protection(
+            pin.id, pin.owner, pin.namespace, cache.index.model(pin.model_name), pin.deadline, pin.expires_at,
+            note=pin.note, kept=True,
+        )  # fmt: skip
+        names = [(namespace, key) for namespace, keys in pin.keys.items() for (key,) in split_keys(keys)]
+        cache.protections.add(protection, names)
 
 
 def _drop_incomplete(chunks: Iterable[Chunk], namespaces: Iterable[Namespace]) -> None:

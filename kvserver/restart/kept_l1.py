@@ -26,7 +26,7 @@ from kvserver.events import Bus
 from kvserver.kv_events import Hub
 from kvserver.protocol import ConfigError, chunk_tokens_for
 from kvserver.restart.adoption import Adoption
-from kvserver.restart.keeping import digest_threads, make_state
+from kvserver.restart.keeping import digest_threads, make_state, pins_of, restore_pins
 from kvserver.restart.l1_file import L1File
 from kvserver.restart.missed_clears import MissedClears, generations_of, learn
 from kvserver.restart.state import KeptNamespace, State, StateError, decode, encode
@@ -57,6 +57,10 @@ class KeptL1(Protocol):
     def tick(self) -> None:
         """Once a second or so."""
 
+    @property
+    def adopting(self) -> bool:
+        """True while a later turn may adopt chunks."""
+
     def ids_of_model(self, model_name: str) -> set[bytes]:
         """Namespaces of the model of which a later turn may adopt chunks."""
 
@@ -71,7 +75,7 @@ class KeptL1(Protocol):
 
 
 class NoKeptL1:
-    keeps = False
+    keeps = adopting = False
 
     def __init__(self) -> None:
         self.completion_fds = list[int]()
@@ -177,6 +181,7 @@ class RestartableL1:
         if more:
             self._thread = threading.Thread(target=self._reserve, name="l1-reserve", daemon=True)
             self._thread.start()
+        restore_pins(cache, self._state.pins)
         if self._state.chunks:
             try:
                 hub.restore(self._state.descriptions)
@@ -269,6 +274,10 @@ class RestartableL1:
             learn(self._tiers, [(of.id, of.durability) for of in found if not of.groups.tails])
 
     @property
+    def adopting(self) -> bool:
+        return bool(self._unfinished)
+
+    @property
     def _unfinished(self) -> list[Adoption]:
         return [*self._adoptions, *([self._waiting[0]] if self._waiting is not None else [])]
 
@@ -290,7 +299,9 @@ class RestartableL1:
         began = time.monotonic()
         kept = 0
         try:
+            pins = pins_of(cache)
             state = make_state(cache, self._region, self._file.inode)
+            state.pins = pins
             state.namespaces = [self._with_generations(of, adopted=True) for of in state.namespaces]
             for left in rest:
                 left.namespaces = [self._with_generations(of, adopted=False) for of in left.namespaces]

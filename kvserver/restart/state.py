@@ -49,6 +49,19 @@ class KeptNamespace(msgspec.Struct, frozen=True, array_like=True):
         return 4 * slots if slots > 1 else 0
 
 
+class KeptPin(msgspec.Struct, frozen=True, array_like=True):
+    """A pin, and the keys of the chunks that it names, by namespace."""
+
+    id: str
+    owner: str
+    namespace: bytes
+    model_name: str
+    deadline: float  # of CLOCK_MONOTONIC, which the memory does not outlive
+    expires_at: float
+    note: str
+    keys: dict[bytes, bytes]
+
+
 class State(msgspec.Struct, kw_only=True):
     """Columns of u32 and u64 are in the machine's byte order: memory does not leave the machine."""
 
@@ -66,6 +79,7 @@ class State(msgspec.Struct, kw_only=True):
     extents: bytes = b""
     digests: bytes = b""  # of the chunk's pages
     descriptions: bytes = b""  # no column: contents of chunks, for KV events
+    pins: tuple[KeptPin, ...] = ()  # no column
 
     @property
     def chunks(self) -> int:
@@ -163,6 +177,8 @@ def _check(state: State) -> None:
     count = state.chunks
     if any(len(getattr(state, name)) != size * count for name, size in _ROW_BYTES.items()):
         raise StateError("its columns differ in length")
+    if any(len(keys) % KEY_BYTES for pin in state.pins for keys in pin.keys.values()):
+        raise StateError("its pins have no whole keys")
     places = array("I", state.places)
     if places and max(places) >= len(state.namespaces):
         raise StateError("it names an unknown namespace")

@@ -24,13 +24,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
 from kvserver.kv_events import ReaderConnected
-from kvserver.protocol import SGLANG_HASHES, SGLANG_PAIRS_HASH, WAIT_SECONDS, Histogram, Label, Name, Text
+from kvserver.protocol import KEY_BYTES, SGLANG_HASHES, SGLANG_PAIRS_HASH, WAIT_SECONDS, Histogram, Label, Name, Text
 from kvserver.protocol.status import EngineStatus, InstanceStatus
 from kvserver.routing.block_hashes import ALGORITHMS, hash_blocks, hash_pages
 from kvserver.routing.prefix_index import KVIndex, Match
@@ -43,6 +43,7 @@ _OF_INSTANCE = (
     "instance_id", "model_name", "engine", "engine_version", "namespace", "world_size", "block_tokens", "chunk_tokens", "l0_source", "load",
 )  # fmt: skip
 _MOST_IDS = 1024
+_LEAST_WHOLE = 16  # bytes of a whole hash: of xxhash
 _HASHING_AT_ONCE = 2  # requests that hash tokens; others wait, so that the loop gets the interpreter
 
 Token: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
@@ -67,15 +68,22 @@ class _Query(msgspec.Struct, kw_only=True):
     cache_salt: Text = ""
 
 
-class _JsonQuery(_Query, kw_only=True):
+class JsonQuery(_Query, kw_only=True):
     block_hashes: list[str | int] | None = None
+
+
+class HashedPrompt(NamedTuple):
+    """`engine`: one of those that share KV. `hashes`: of the blocks, each as long as a key."""
+
+    engine: ReaderConnected
+    hashes: bytes
 
 
 class _MsgpackQuery(_Query, kw_only=True):
     block_hashes: memoryview | list[bytes | int] | None = None  # the first is a part of the body, uncopied
 
 
-_json, _msgpack = msgspec.json.Decoder(_JsonQuery), msgspec.msgpack.Decoder(_MsgpackQuery)
+_json, _msgpack = msgspec.json.Decoder(JsonQuery), msgspec.msgpack.Decoder(_MsgpackQuery)
 
 
 class RecentEngineStats:
@@ -129,6 +137,26 @@ class MatchPages:
             self._seconds.observe(time.monotonic() - began)
         return code, raw, form
 
+    def prompt(self, query: JsonQuery) -> HashedPrompt:
+        """The prompt, as engines that share KV name its blocks. BadQuery if no engine is meant, or some share none, or it cannot be hashed."""
+        if (query.block_hashes is None) == (query.tokens is None):
+            raise BadQuery(400, "bad_query", "give either block_hashes or tokens")
+        engines = self._index.known_engines(query.model, query.instance_ids)
+        if not engines:
+            raise BadQuery(409, "no_engine", "no engine that is meant has described how it names blocks")
+        engine = engines[0]
+        if any(other.namespace_prefix != engine.namespace_prefix for other in engines):
+            names = ", ".join(each.instance_id for each in engines[:8])
+            raise BadQuery(409, "several_namespaces", f"{names} do not all share KV: name one in instance_ids")
+        if query.tokens is None:
+            return HashedPrompt(engine, _whole_hashes(query, engine.scheduler.hash_algorithm in SGLANG_HASHES))
+        if bool(query.lora_name) != bool(query.lora_path):
+            raise BadQuery(400, "bad_query", "a LoRA is hashed by lora_name and lora_path")
+        if why := unhashable(engine, query.lora_name):
+            raise BadQuery(409, "unsupported_hashes", why)
+        with self._hashing:
+            return HashedPrompt(engine, _hashes(engine, query, query.tokens))
+
     def families(self) -> list[Family]:
         with self._counting:
             seconds = self._seconds.snapshot()
@@ -143,7 +171,7 @@ class MatchPages:
         ]
         return msgspec.json.encode({"instances": rows})
 
-    def _answer(self, query: _JsonQuery | _MsgpackQuery) -> Answer:
+    def _answer(self, query: JsonQuery | _MsgpackQuery) -> Answer:
         if (query.block_hashes is None) == (query.tokens is None):
             raise BadQuery(400, "bad_query", "give either block_hashes or tokens")
         engines = self._index.known_engines(query.model, query.instance_ids)
@@ -243,14 +271,14 @@ def _hashes(engine: ReaderConnected, query: _Query, tokens: list[int]) -> bytes:
     return b"".join([value for number, value in enumerate(fine, 1) if number % every == 0])
 
 
-def _decoded(body: bytes, form: str) -> _JsonQuery | _MsgpackQuery:
+def _decoded(body: bytes, form: str) -> JsonQuery | _MsgpackQuery:
     try:
         return _msgpack.decode(body) if form == MSGPACK else _json.decode(body)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise BadQuery(400, "bad_query", str(error)) from None
 
 
-def _joined(query: _JsonQuery | _MsgpackQuery, is_sglang: bool, signed: bool) -> tuple[bytes | memoryview, int]:
+def _joined(query: JsonQuery | _MsgpackQuery, is_sglang: bool, signed: bool) -> tuple[bytes | memoryview, int]:
     """(hashes end to end, bytes of each): as received, or the short form of each, 8 bytes."""
     hashes = query.block_hashes
     if isinstance(hashes, memoryview):
@@ -267,6 +295,21 @@ def _joined(query: _JsonQuery | _MsgpackQuery, is_sglang: bool, signed: bool) ->
         return b"".join([_short(value, is_sglang, signed) for value in hashes or []]), 8
     except (ValueError, OverflowError) as error:
         raise BadQuery(400, "bad_hashes", f"a hash is 8 to 32 bytes, or an integer of 64 bits: {error}") from None
+
+
+def _whole_hashes(query: JsonQuery, is_sglang: bool) -> bytes:
+    """The hashes end to end, as keys have them."""
+    hashes = []
+    for value in query.block_hashes or []:
+        try:
+            raw = bytes.fromhex(value) if isinstance(value, str) else b""
+        except ValueError as error:
+            raise BadQuery(400, "bad_hashes", str(error)) from None
+        if not _LEAST_WHOLE <= len(raw) <= KEY_BYTES:
+            text = f"send tokens, or whole hashes: {_LEAST_WHOLE} to {KEY_BYTES} bytes in hexadecimal digits"
+            raise BadQuery(400, "short_hashes", text)
+        hashes.append((raw[8:] + raw[:8] if is_sglang else raw).ljust(KEY_BYTES, b"\0"))
+    return b"".join(hashes)
 
 
 def _short(value: str | bytes | int, is_sglang: bool, signed: bool) -> bytes:

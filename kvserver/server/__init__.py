@@ -7,9 +7,17 @@ from kvserver.server.handlers import Handlers
 from kvserver.server.loads import Loads
 from kvserver.server.lookups import L1Lookups
 from kvserver.server.loop import Server
+from kvserver.server.pins import MOST_SECONDS, PinReport, PinRequest, Pins, PinsReport
 from kvserver.server.samples import SERIES, take_sample
 from kvserver.server.serving import Serving
 from kvserver.server.sessions import DeletedSession, SessionReports, SessionsReport
-from kvserver.server.status import connects_status, departed_status, instance_status, l1_status, totals_status
+from kvserver.server.status import (
+    connects_status,
+    departed_status,
+    instance_status,
+    l1_status,
+    pins_status,
+    totals_status,
+)
 from kvserver.server.stores import Stores
 from kvserver.server.upkeep import Audit, Upkeep

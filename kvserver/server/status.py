@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from msgspec.structs import asdict, replace
 
-from kvserver.cache import Cache, MissReason
+from kvserver.cache import Cache, MissReason, ProtectionEnd
 from kvserver.config import Placement
 from kvserver.copy import Devices
 from kvserver.engines import Counts, Disconnect, Instance, Instances
@@ -19,10 +19,12 @@ from kvserver.protocol.status import (
     L0Status,
     L1Status,
     ModelStatus,
+    PinsStatus,
     RequestsStatus,
     TotalsStatus,
     WorkerStatus,
 )
+from kvserver.server.pins import OUTCOMES
 from kvserver.telemetry import PHASES, Rpc
 
 _OF_ENDS = (  # of RequestsStatus: what follows from the ends of requests
@@ -56,6 +58,19 @@ def l1_status(cache: Cache, placement: Placement) -> L1Status:
         policy=cache.policy.name,
         huge_pages=placement.pages,
         numa_nodes=list(placement.nodes),
+    )
+
+
+def pins_status(cache: Cache) -> PinsStatus:
+    protections, page_bytes = cache.protections, cache.pool.page_bytes
+    return PinsStatus(
+        pins=len(protections),
+        bytes=protections.protected_pages * page_bytes,
+        most_bytes=protections.bound_pages * page_bytes,
+        deferred_chunks=protections.wanted_chunks,
+        requests={outcome: protections.requested[outcome] for outcome in OUTCOMES},
+        ended={why.value: protections.ended[why] for why in ProtectionEnd},
+        passed_over=protections.passed_over,
     )
 
 

@@ -132,6 +132,8 @@ class Upkeep:
         self.kept_l1.tick()
         self.workers.tick()
         self.cache.expire_leases(self.clock())
+        if not (self.kept_l1.adopting or any(tier.state == "opening" for tier in self.storage.tiers.local)):
+            self.cache.protections.forget_lost(self.storage.present)
 
     def seconds_left(self) -> float:
         """Seconds until something is due that no message and no completion announces."""

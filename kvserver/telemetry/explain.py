@@ -44,6 +44,7 @@ MOST_EVICTED_BYTES = 4 << 20
 LONGEST_REASON = 200  # characters of why nothing could be found, or was loaded
 _REQUEST_BYTES = 1300  # of one, beside its id and its loads; an upper bound that a test holds
 _LOAD_BYTES = 300
+_EVICTED = (MissReason.EVICTED, MissReason.PINNED_OUT)
 _EVICTED_BYTES = 300  # of one event, beside its keys
 
 # What vLLM makes of a client's id: "cmpl-<id>-<prompt>-<8 hex>", "chatcmpl-<id>-<8 hex>", "<sample>_cmpl-<id>-...".
@@ -282,7 +283,7 @@ def _after_fill(lookup: LookupEnded, had: int) -> LookupEnded:
 def _evicted_before(request: Request, evicted: Sequence[ChunksEvicted]) -> float | None:
     """Seconds between the eviction of the first missing chunk and the lookup; None if unknown, or not the reason."""
     lookup, missing = request.lookup, request.missing
-    if lookup is None or missing is None or missing[1] is not MissReason.EVICTED or not lookup.outcome.missing_key:
+    if lookup is None or missing is None or missing[1] not in _EVICTED or not lookup.outcome.missing_key:
         return None
     for event in reversed(evicted):
         if event.time_ns <= lookup.time_ns and event.namespace == lookup.namespace:

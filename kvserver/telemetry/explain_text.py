@@ -13,6 +13,8 @@ _FIELDS_NAMED = 3  # in a sentence; the rest is counted
 _ADVICE = {
     MissReason.EVICTED: "L1 is too small for what comes back: a larger --l1-size keeps chunks longer, engines that get the same prompts"
     " again (a router) need less of it. kvserver_l1_chunk_idle_before_evict_seconds shows how long chunks stay.",
+    MissReason.PINNED_OUT: "Pins keep other prompts in L1: GET /cache/pins lists them. Fewer or shorter pins, a smaller --pin-share, or a larger --l1-size"
+    " leave room for this one.",
     MissReason.NO_BOUNDARY: "Windows and states are kept at some boundaries only: the ends of prompts and requests, where prompts part, and every"
     " --boundary-interval tokens. A smaller interval keeps more of them.",
     MissReason.FILLING: "Requests with one prefix arrived together, before the first one's store had ended. Rare ones cost little; of many,"
@@ -101,10 +103,11 @@ def _missing(facts: Facts) -> str:
     assert missing is not None
     chunk = f"chunk {missing['chunk']} on"
     match MissReason(missing["reason"]):
-        case MissReason.EVICTED:
+        case MissReason.EVICTED | MissReason.PINNED_OUT as reason:
             before = missing["evicted_seconds_before"]
             when = f" {_seconds(before)} before the lookup" if before is not None else ""
-            return f"{chunk} was evicted{when}; a larger --l1-size would have kept it"
+            kept = "a larger --l1-size" if reason is MissReason.EVICTED else "L1 without pins"
+            return f"{chunk} was evicted{when}; {kept} would have kept it"
         case MissReason.NO_BOUNDARY:
             return f"{chunk} has full attention's KV in L1, but no window or state of a boundary behind it was kept"
         case MissReason.FILLING:

@@ -1,8 +1,8 @@
 """Status pages, and the commands that clients send by POST.
 
-Pages: `/status`, `/instances`, `/sessions`, `/metrics`, `/livez`, `/readyz`, `/config`, `/kv/snapshot`, `/explain`, and the page for people at
+Pages: `/status`, `/instances`, `/sessions`, `/cache/pins`, `/metrics`, `/livez`, `/readyz`, `/config`, `/kv/snapshot`, `/explain`, and the page for people at
 `/` with its assets and `/history`. Commands: `POST /cache/clear`, `POST /config/serving`, `POST /audit`, `POST /kv/match`,
-`DELETE /sessions/ID`.
+`DELETE /sessions/ID`, `POST /cache/pins`, `DELETE /cache/pins/ID`.
 
 A request is read as a whole before it is answered: first its head, which `access` decides on, then its body. A page waits a
 bounded time for the loop. If the loop does not answer, the page shows the last snapshot with its age (`stale_seconds`), and
@@ -32,11 +32,11 @@ from kvserver import __version__
 from kvserver.observability import Observability
 from kvserver.protocol.status import DaemonStatus
 from kvserver.routing import MOST_BODY_BYTES, MatchPages
-from kvserver.server import Audit, Clears, Server, Serving, SessionReports, Upkeep
+from kvserver.server import Audit, Clears, Pins, Server, Serving, SessionReports, Upkeep
 from kvserver.telemetry import Family, RpcCounts
 from kvserver.telemetry.metrics_process import process_families
 from kvserver.telemetry.prometheus import render
-from kvserver.web import clear_page, explain_page, page, serving_page, sessions_page, snapshot_page
+from kvserver.web import clear_page, explain_page, page, pins_page, serving_page, sessions_page, snapshot_page
 from kvserver.web.access import OPEN_PAGES, Access, Refusal
 from kvserver.web.connections import ANSWER_SECONDS, IDLE_SECONDS, REQUEST_SECONDS, WHY_SPARE, Connections, Phase
 from kvserver.web.history import NO_HISTORY, History
@@ -76,6 +76,7 @@ class StatusPages(Connections):
         self.upkeep = upkeep
         self.clears = Clears(upkeep)
         self.sessions = SessionReports(upkeep)
+        self.pins = Pins(upkeep)
         self.serving = serving or Serving()
         self._settings = settings
         self.explain = observability.explain
@@ -229,14 +230,15 @@ class _Handler(BaseHTTPRequestHandler):
         return self.server.access.refusal(self._method, self._page_name, self.headers)
 
     def _read_body(self) -> Refusal | None:
-        """Read the body of a request to /kv/match; other pages leave it unread and end the connection."""
+        """Read the body of a request of _WITH_BODY; other pages leave it unread and end the connection."""
         lengths = self.headers.get_all("Content-Length", [])
         if "Transfer-Encoding" in self.headers or len(lengths) > 1:
             return Refusal(
                 411, "bad_length", "send one Content-Length and a body of that length, without Transfer-Encoding"
             )
-        length = lengths[0] if lengths else "" if self._page_name == "/kv/match" else "0"
-        if self.command != "POST" or self.path != "/kv/match":
+        takes_body = self.command == "POST" and self.path in _WITH_BODY
+        length = lengths[0] if lengths else "" if takes_body else "0"
+        if not takes_body:
             self.close_connection |= length != "0"
             return None
         if not length.isdecimal():
@@ -266,8 +268,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         has_query = self._method == "GET" or self._page_name in _COMMANDS_WITH_QUERY
         page = _PAGES.get(f"{self._method} {self._page_name if has_query else self.path}")
-        if self.command == "DELETE" and self.path.startswith(sessions_page.PREFIX):
-            page = _Handler._delete_session
+        if self.command == "DELETE":
+            page = next((page for prefix, page in _DELETIONS.items() if self.path.startswith(prefix)), page)
         if page is None:
             self._send(404, f"no page {self.path}; there are {_LISTED}\n")
             return
@@ -284,7 +286,7 @@ class _Handler(BaseHTTPRequestHandler):
         allowed = [
             names for method, names in paths.items() if self.path == "*" or f"{method} {self._page_name}" in _PAGES
         ]
-        if self.path == "*" or self.path.startswith(sessions_page.PREFIX):
+        if self.path == "*" or self.path.startswith(tuple(_DELETIONS)):
             allowed.append("DELETE")
         if not allowed:
             self._send(404, f"no page {self.path}; there are {_LISTED}\n")
@@ -346,6 +348,18 @@ class _Handler(BaseHTTPRequestHandler):
         code, body = sessions_page.delete(self.server.sessions, self.server.ask, self.path)
         self._send(code, body, "application/json")
 
+    def _pin(self) -> None:
+        server, content_type = self.server, self.headers.get_content_type()
+        code, body = pins_page.create(server.pins, server.match, server.ask, self._body, content_type)
+        self._send(code, body, "application/json")
+
+    def _pins(self) -> None:
+        self._send(200, pins_page.all_pins(self.server.pins, self.server.ask), "application/json")
+
+    def _delete_pin(self) -> None:
+        code, body = pins_page.delete(self.server.pins, self.server.ask, self.path)
+        self._send(code, body, "application/json")
+
     def _audit(self) -> None:
         outcome = self.server.ask(self.server.upkeep.audit_now)
         code = {Audit.BALANCED: 200, Audit.UNBALANCED: 500, Audit.NOT_COUNTED: 503}[outcome]
@@ -399,10 +413,17 @@ _PAGES: dict[str, Callable[[_Handler], None]] = {
     "GET /config": _Handler._config,
     "GET /kv/snapshot": _Handler._kv_snapshot,
     "GET /sessions": _Handler._sessions,
+    "GET /cache/pins": _Handler._pins,
+    "POST /cache/pins": _Handler._pin,
     "POST /cache/clear": _Handler._clear,
     "POST /config/serving": _Handler._serving,
     "POST /audit": _Handler._audit,
     "POST /kv/match": _Handler._match,
 }
+_DELETIONS: dict[str, Callable[[_Handler], None]] = {
+    sessions_page.PREFIX: _Handler._delete_session,
+    pins_page.PREFIX: _Handler._delete_pin,
+}
 _COMMANDS_WITH_QUERY = ("/cache/clear", "/config/serving")
+_WITH_BODY = ("/kv/match", "/cache/pins")
 _LISTED = ", ".join(name for name in _PAGES if not name.startswith("GET /assets/"))

@@ -17,6 +17,7 @@ import pytest
 from support import faulty_daemon
 from support.daemon import Daemon, wait_until
 from support.engine_publisher import EnginePublisher, stored
+from support.pins import KEYS, describe, pin, press
 from support.promtool import firing
 from support.worker import Worker, ids, make_keys
 
@@ -321,3 +322,17 @@ def test_daemon_whose_serving_was_left_off_alerts(make_daemon: Callable[..., Dae
     before = metrics(daemon)
     assert daemon.http("/config/serving?value=off", "POST")[0] == 200
     firing(tmp_path, {"KVServerServingOff"}, before, metrics(daemon))
+
+
+def test_pins_that_cost_others_hits_alert(make_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
+    daemon = make_daemon(l1_size="1MiB", pin_share=0.5)
+    with Worker(daemon.endpoint) as worker:
+        describe(worker)
+        worker.store(KEYS, worker.blocks_for(len(KEYS)))
+        pin(daemon)
+        press(worker, daemon)
+        before = metrics(daemon)
+        keys = store(worker, 1)
+        press(worker, daemon, daemon.status()["l1"]["chunks"] - len(KEYS) + 2)
+        assert worker.lookup(keys) == 0
+        firing(tmp_path, {"KVServerPinsCostHits", "KVServerNeverLoaded"}, before, metrics(daemon))

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.properties import examples
+from support.turns import repeat
 
-from kvserver.cache import POLICIES, Cache, Groups, MissReason, PagePool
+from kvserver.cache import POLICIES, Cache, Groups, MissReason, PagePool, Protection
 from kvserver.config import Settings
 from kvserver.protocol import KVServerError, ObjectGroup
 
@@ -108,6 +109,21 @@ def test_chunks_at_a_missing_window_are_missed_as_no_boundary() -> None:
     assert (outcome.hit_chunks, outcome.full_chunks) == (2, 6)
     assert outcome.missed == ((MissReason.NO_BOUNDARY, 4), (MissReason.NEVER_STORED, 2))
     assert outcome.missing_key == key(2)
+
+
+def test_a_protection_ends_at_a_boundary_and_keeps_its_windows() -> None:
+    of = OneModel(FULL, WINDOW)
+    of.store(0, range(6))
+    of.store(1, [0, 1, 4])
+    of.cache.protections.fraction = 1.0
+    protection = Protection("p", "operator", NS, of.cache.index.model(""), 1.0, 0.0)
+    assert of.cache.protect(protection, keys(range(6)), lambda _: b"") == 2
+    assert of.leased() == [0, 1]
+    assert of.cache.drop_objects(NS, 1, keys([0, 1, 4])) == key(4)
+    of.cache.expire_leases(1.0)
+    repeat(of.cache.step)
+    assert of.leased() == []
+    of.cache.audit()
 
 
 def test_an_object_is_found_when_all_its_ranks_are_there_whatever_other_groups_have() -> None:

@@ -85,6 +85,7 @@ def test_every_setting_is_a_flag_an_environment_variable_and_a_key(name: str, to
         "l1_numa": "bind:1",
         "gpus": "none",
         "pin": "off",
+        "pin_share": "0.5",
         "metrics_sample_rate": "0.5",
         "otlp_endpoint": "grpc://localhost:4317",
     }.get(name, "8192")
@@ -164,6 +165,7 @@ BAD = {
     "gpus": ["all", "0", "0,1", "GPU-", "AUTO", "", f"{GPU},", f"{GPU},auto", f"{GPU},{GPU}", GPU.upper(), f"{GPU}0"],
     "pin": ["on", "yes", ""],
     "metrics_sample_rate": ["0", "-0.1", "1.1", "all", "nan"],
+    "pin_share": ["-0.1", "1.1", "all", "nan"],
     "kv_events_endpoint": ["5557", "tcp://*", "tcp://:1", "tcp://h:65536", "ipc://", "ipc://@a", "ipc:///{instance}"],
     "kv_events_replay_endpoint": ["udp://h:1", "ipc:///folder/"],
     "kv_events_topic": ["kv@{pod}@{model}", "{}"],

@@ -79,6 +79,13 @@ FROM_THE_START = {
     "kvserver_tickets": "gauge",
     "kvserver_leases": "gauge",
     "kvserver_pins": "gauge",
+    "kvserver_cache_pins": "gauge",
+    "kvserver_cache_pinned_bytes": "gauge",
+    "kvserver_cache_pin_limit_bytes": "gauge",
+    "kvserver_cache_pin_deferred_chunks": "gauge",
+    "kvserver_cache_pin_requests": "counter",
+    "kvserver_cache_pins_ended": "counter",
+    "kvserver_cache_pin_passed_over_chunks": "counter",
     "kvserver_accounting_failures": "counter",
     "kvserver_undelivered_replies": "counter",
 }

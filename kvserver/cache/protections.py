@@ -1,0 +1,323 @@
+"""Protections of chunks: L1 keeps them until a time, or until an operator ends it. Operators call this a pin; `Chunk.pins` counts copies.
+
+A chunk is protected while any protection names it: one lease of the chunk stands for all of them. So nothing else has to know that a lease
+is a protection's. Reads do not extend a protection.
+
+A protection may name chunks that L1 lacks. Each is protected once it is READY, if the bound then has room for it.
+
+What is protected is at most `fraction` of each part of L1: of a model's share for that model, and of the rest for all others together.
+So no protection keeps a model from its share.
+
+An eviction passes over a protected chunk once, and evicts another one instead. As long as the protection lasts, L1 is smaller for all others
+by what was passed over. The last evicted chunks of that size would still be there without protections: `displaced` has them.
+
+Owns: protections, what they protect, their bound, and what they cost others. Refuses to know: prompts, messages, wall clocks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TypeAlias
+
+from kvserver.cache.chunk import Chunk, ModelUse
+from kvserver.protocol import KEY_BYTES
+
+MOST_PROTECTIONS = 1024
+_MOST_WANTED = 1 << 16  # names of chunks that L1 lacks, of all protections together
+_MOST_DISPLACED = 1 << 16
+_EXAMINED_AT_ONCE = 4096  # wanted chunks, by forget_lost()
+
+Name: TypeAlias = tuple[bytes, bytes]  # (namespace id, key)
+
+
+class ProtectionEnd(Enum):
+    EXPIRED = "expired"
+    DELETED = "deleted"
+    CLEARED = "cleared"
+    WEIGHTS = "weights"  # no engine has these weights any more
+    NOT_KEPT = "not_kept"  # a restart of the daemon, or its smaller L1, did not keep the chunks
+    LOST_TIER = "lost_tier"  # a tier of L2 does not have the chunks any more, and L1 never got them
+
+
+@dataclass(slots=True, eq=False)
+class Protection:
+    """`deadline`: of the cache's clock. `protected`: chunks in L1; `wanted`: what L1 lacks."""
+
+    id: str
+    owner: str
+    namespace: bytes
+    model: ModelUse
+    deadline: float
+    expires_at: float  # wall clock, for people
+    protected: list[Chunk] = field(default_factory=list)
+    wanted: set[Name] = field(default_factory=set)
+    kept: bool = False  # by a restart
+    note: str = ""  # what is not protected, and why; "": all of the prompt's chunks are, or will be
+
+    @property
+    def tokens(self) -> int:
+        return sum([chunk.namespace.groups.chunk_tokens for chunk in self.protected])
+
+    @property
+    def pages(self) -> int:
+        return sum([chunk.page_count for chunk in self.protected])
+
+
+@dataclass(slots=True)
+class _ProtectedChunk:
+    protections: int
+    pages: int  # charged to the bound: of the chunk when its last object became READY
+    passed_pages: int = 0  # of them, once an eviction passed over the chunk
+
+
+class Protections:
+    """`pages`: of L1; `shares`: pages of it by model. `track`: makes chunks candidates for eviction again."""
+
+    def __init__(self, pages: int, shares: Mapping[ModelUse, int], track: Callable[[Iterable[Chunk]], None]) -> None:
+        self.fraction = 0.0  # of L1 that may be protected; the daemon sets it once
+        self._pages, self._shares, self._track = pages, shares, track
+        self._live: dict[str, Protection] = {}
+        self._ending: deque[Protection] = deque()  # ended, with chunks that are still leased
+        self._protected: dict[Chunk, _ProtectedChunk] = {}
+        self._charged: Counter[ModelUse | None] = Counter()  # pages by model with a share; None: all others
+        self._wanted: dict[Name, list[Protection]] = {}
+        self.passed_over = 0  # chunks
+        self._passed_pages = 0  # of those that are still protected
+        self._displaced: OrderedDict[int, int] = OrderedDict()  # pages by the hash of a name, the first evicted first
+        self._displaced_pages = 0
+        self.ended: Counter[ProtectionEnd] = Counter()
+        self.requested: Counter[str] = Counter()  # by outcome
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __iter__(self) -> Iterator[Protection]:
+        return iter(self._live.values())
+
+    def get(self, id: str) -> Protection | None:
+        return self._live.get(id)
+
+    # ---- bounds -------------------------------------------------------------------------------
+
+    @property
+    def protected_pages(self) -> int:
+        return self._charged.total()
+
+    @property
+    def bound_pages(self) -> int:
+        """Pages that may be protected of all models together."""
+        return sum(map(self._bound_of, [None, *self._shares]))
+
+    def bound_of(self, model: ModelUse) -> int:
+        """Pages that may be protected of the model, or of all models without a share together if it has none."""
+        return self._bound_of(self._part(model))
+
+    def room(self, model: ModelUse) -> int:
+        part = self._part(model)
+        return self._bound_of(part) - self._charged[part]
+
+    def _part(self, model: ModelUse) -> ModelUse | None:
+        return model if model in self._shares else None
+
+    def _bound_of(self, part: ModelUse | None) -> int:
+        return int(
+            self.fraction * (self._shares[part] if part is not None else self._pages - sum(self._shares.values()))
+        )
+
+    def fitting(self, model: ModelUse, chunks: Sequence[Chunk]) -> int:
+        """Number of these chunks, from the first one on, that can be protected."""
+        room = self.room(model)
+        for number, chunk in enumerate(chunks):
+            room -= 0 if chunk in self._protected else chunk.page_count
+            if room < 0:
+                return number
+        return len(chunks)
+
+    @property
+    def wanted_chunks(self) -> int:
+        return len(self._wanted)
+
+    @property
+    def room_for_wanted(self) -> int:
+        return _MOST_WANTED - len(self._wanted)
+
+    # ---- begin --------------------------------------------------------------------------------
+
+    def add(self, protection: Protection, wanted: Iterable[Name]) -> None:
+        """Begin the protection, which protects chunks already, unless it names none. REQUIRES: fewer than MOST_PROTECTIONS, and room for `wanted`."""
+        for name in wanted:
+            protection.wanted.add(name)
+            self._wanted.setdefault(name, []).append(protection)
+        if protection.protected or protection.wanted:
+            self._live[protection.id] = protection
+
+    def arrived(self, chunks: Iterable[Chunk]) -> None:
+        """Chunks became READY, or have more objects than before."""
+        if not self._live:
+            return
+        for chunk in chunks:
+            protected = self._protected.get(chunk)
+            if protected is not None:
+                self._charge(chunk, chunk.page_count - protected.pages)
+                protected.pages = chunk.page_count
+            groups = chunk.namespace.groups
+            if chunk.ready and chunk.ready & groups.full == groups.full:
+                for protection in self._wanted.pop((chunk.namespace.id, chunk.key), ()):
+                    protection.wanted.discard((chunk.namespace.id, chunk.key))
+                    if self.fitting(chunk.namespace.model, [chunk]):
+                        self.protect(protection, [chunk])
+                    else:
+                        protection.note = "no_room: a chunk that came from L2 did not fit into --pin-share"
+
+    def protect(self, protection: Protection, chunks: Iterable[Chunk]) -> None:
+        """REQUIRES: they are READY and fit."""
+        for chunk in chunks:
+            protection.protected.append(chunk)
+            protected = self._protected.get(chunk)
+            if protected is not None:
+                protected.protections += 1
+                continue
+            self._protected[chunk] = _ProtectedChunk(1, chunk.page_count)
+            self._charge(chunk, chunk.page_count)
+            chunk.leases += 1
+
+    def _charge(self, chunk: Chunk, pages: int) -> None:
+        self._charged[self._part(chunk.namespace.model)] += pages
+
+    # ---- end ----------------------------------------------------------------------------------
+
+    def end(self, protection: Protection, why: ProtectionEnd) -> None:
+        """End it; end_one() frees its chunks for eviction."""
+        del self._live[protection.id]
+        self.ended[why] += 1
+        self.forget(protection, list(protection.wanted))
+        self._ending.append(protection)
+
+    def forget(self, protection: Protection, wanted: Iterable[Name]) -> None:
+        """The protection does not want these chunks any more."""
+        for name in wanted:
+            protection.wanted.discard(name)
+            protections = self._wanted[name]
+            protections.remove(protection)
+            if not protections:
+                del self._wanted[name]
+
+    def expire(self, now: float) -> None:
+        for protection in [each for each in self if each.deadline <= now]:
+            self.end(protection, ProtectionEnd.EXPIRED)
+
+    def end_in(self, meant: Callable[[bytes], bool], why: ProtectionEnd) -> None:
+        """End those in the namespaces that are meant."""
+        for protection in [each for each in self if meant(each.namespace)]:
+            self.end(protection, why)
+
+    def release_all(self) -> None:
+        """L1 is left to the next daemon: end_one() frees all chunks, and no protection has ended."""
+        self._ending.extend(self._live.values())
+        self._live.clear()
+        self._wanted.clear()
+
+    def forget_lost(self, still_there: Callable[[bytes, int, bytes], tuple[bytes, ...]]) -> None:
+        """Forget wanted chunks that no tier has, and end what names nothing any more. A part of them each time, in turns.
+
+        `still_there`: as Storage.present().
+        """
+        examined = 0
+        for protection in list(self):
+            if examined < _EXAMINED_AT_ONCE and protection.wanted:
+                examined += len(protection.wanted)
+                self._live[protection.id] = self._live.pop(protection.id)  # behind the others
+                self._forget_lost(protection, still_there)
+            if not (protection.protected or protection.wanted):
+                self.end(protection, ProtectionEnd.NOT_KEPT if protection.kept else ProtectionEnd.LOST_TIER)
+
+    def _forget_lost(
+        self, protection: Protection, still_there: Callable[[bytes, int, bytes], tuple[bytes, ...]]
+    ) -> None:
+        names = [name for name in protection.wanted if name[0] == protection.namespace]
+        (there,) = still_there(protection.namespace, 1, b"".join([key for _, key in names])) or (b"",)
+        found = {there[at : at + KEY_BYTES] for at in range(0, len(there), KEY_BYTES)}
+        lost = [name for name in protection.wanted if name[1] not in found]
+        if lost:
+            self.forget(protection, lost)
+            protection.note = f"lost: {len(lost)} chunks were neither kept in L1 nor are they in L2"
+
+    def end_one(self) -> int:
+        """Free the chunks of one protection that has ended. Returns their number, at least 1; 0 if there is none."""
+        if not self._ending:
+            return 0
+        protection = self._ending.popleft()
+        free = [chunk for chunk in protection.protected if self._unprotect(chunk)]
+        # The end of a prompt is evicted before its start.
+        self._track([chunk for chunk in reversed(free) if not chunk.detached])
+        return max(1, len(protection.protected))
+
+    def _unprotect(self, chunk: Chunk) -> bool:
+        """True if no protection names the chunk any more."""
+        protected = self._protected[chunk]
+        protected.protections -= 1
+        if protected.protections:
+            return False
+        del self._protected[chunk]
+        chunk.leases -= 1
+        self._charge(chunk, -protected.pages)
+        self._passed_pages -= protected.passed_pages
+        self._trim_displaced()
+        return True
+
+    # ---- what it costs others -----------------------------------------------------------------
+
+    def pass_over(self, chunk: Chunk) -> None:
+        """An eviction that would have taken the chunk takes another one, if only protections keep it."""
+        protected = self._protected.get(chunk)
+        if protected is not None and chunk.leases == 1 and not chunk.pins and not protected.passed_pages:
+            self.passed_over += 1
+            protected.passed_pages = protected.pages
+            self._passed_pages += protected.pages
+
+    def evicted(self, name: Name, pages: int) -> None:
+        """A chunk was evicted: without protections it would still be there, for now."""
+        if self._passed_pages:
+            self.returned(name)
+            self._displaced[hash(name)] = pages
+            self._displaced_pages += pages
+            self._trim_displaced()
+
+    def returned(self, name: Name) -> None:
+        """A store brings the chunk to L1 again, and evicts others for it."""
+        if self._displaced:
+            self._displaced_pages -= self._displaced.pop(hash(name), 0)
+
+    def displaced(self, name: Name) -> bool:
+        """True if the chunk, which was evicted, would be in L1 without protections."""
+        return bool(self._displaced) and hash(name) in self._displaced
+
+    def _trim_displaced(self) -> None:
+        while self._displaced_pages > self._passed_pages or len(self._displaced) > _MOST_DISPLACED:
+            _, pages = self._displaced.popitem(last=False)
+            self._displaced_pages -= pages
+
+    # ---- accounting ---------------------------------------------------------------------------
+
+    def audit(self) -> int:
+        """AssertionError names what does not balance. Returns the leases of chunks that are not detached. REQUIRES: no deferred work is left."""
+        assert not self._ending, "free the chunks of ended protections first"
+        named = Counter(chunk for protection in self for chunk in protection.protected)
+        assert named == {chunk: each.protections for chunk, each in self._protected.items()}, (
+            "protections are counted wrongly"
+        )
+        assert all(chunk.ready for chunk in named), "a protection protects a chunk without KV"
+        charged: Counter[ModelUse | None] = Counter()
+        for chunk, protected in self._protected.items():
+            charged[self._part(chunk.namespace.model)] += protected.pages
+        assert charged == +self._charged, "protected pages are counted wrongly"
+        assert self._passed_pages == sum(each.passed_pages for each in self._protected.values())
+        assert self._displaced_pages == sum(self._displaced.values()) <= self._passed_pages
+        wanted = Counter(name for protection in self for name in protection.wanted)
+        assert wanted == {name: len(protections) for name, protections in self._wanted.items()}, (
+            "a name is wanted wrongly"
+        )
+        return len(named)

@@ -1,0 +1,85 @@
+"""`POST | GET /cache/pins` and `DELETE /cache/pins/ID`: prompts whose KV stays in L1 for a time, within `--pin-share`.
+
+- `POST /cache/pins`: the prompt as for `/kv/match` (`model`, `instance_ids`, `tokens` or whole `block_hashes`, `lora_name`, `cache_salt`) and
+  `ttl_seconds`, which begin with the answer.
+- `GET /cache/pins`: {"pins": [...], "left_out"}, those that end first coming first.
+- `DELETE /cache/pins/ID` ends that pin only. A chunk that another pin names stays protected.
+
+    {"id", "outcome": accepted|clipped|deferred|rejected|missing, "tokens", "bytes", "tiers", "expires_at", "ready_in_seconds", "reason", ...}
+
+`reason` begins with a code. A rejected pin is a 409, a missing prompt or pin a 404. Errors of form are {"error": code, "message": text}.
+
+Owns: the body, the path and the form. Refuses to know: sockets, what a pin protects.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from kvserver.routing import BadQuery, JsonQuery, MatchPages
+from kvserver.server import MOST_SECONDS, PinReport, PinRequest, Pins
+
+PREFIX = "/cache/pins/"
+_LONGEST_ID = 64
+_CODES = {"rejected": 409, "missing": 404}
+
+
+class _Pin(JsonQuery, kw_only=True):
+    ttl_seconds: Annotated[float, Meta(gt=0, le=MOST_SECONDS)]
+
+
+_decoder = msgspec.json.Decoder(_Pin)
+
+
+def create(
+    pins: Pins, match: MatchPages, ask: Callable[[Callable[[], PinReport]], PinReport], body: bytes, content_type: str
+) -> tuple[int, bytes]:
+    """HTTP code and JSON. `ask` runs a function in the loop."""
+    if content_type != "application/json":
+        return _bad(415, "media_type", "send application/json")
+    try:
+        query = _decoder.decode(body)
+        request = _request(match, query)
+    except BadQuery as error:
+        if error.code == 409:
+            code, text = error.error, error.message
+            return 409, msgspec.json.encode(ask(lambda: pins.reject(code, text)))
+        return _bad(error.code, error.error, error.message)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        return _bad(400, "bad_query", str(error))
+    report = ask(lambda: pins.pin(request))
+    return _CODES.get(report.outcome, 200), msgspec.json.encode(report)
+
+
+def _request(match: MatchPages, query: _Pin) -> PinRequest:
+    engine, hashes = match.prompt(query)
+    groups = engine.object_groups
+    return PinRequest(
+        namespace=engine.namespace_prefix,
+        model_name=engine.scheduler.model_name,
+        hashes=hashes,
+        chunk_blocks=engine.chunk_blocks,
+        full_groups=tuple(number for number, group in enumerate(groups) if group.kind == "full") if groups else (0,),
+        ttl_seconds=query.ttl_seconds,
+    )
+
+
+def all_pins(pins: Pins, ask: Callable[[Callable[[], Any]], Any]) -> bytes:
+    return msgspec.json.encode(ask(pins.all))
+
+
+def delete(pins: Pins, ask: Callable[[Callable[[], PinReport]], PinReport], path: str) -> tuple[int, bytes]:
+    id = path.removeprefix(PREFIX)
+    if not 0 < len(id) <= _LONGEST_ID or not id.isalnum():
+        return _bad(400, "bad_parameter", "a pin's id is what POST /cache/pins answered")
+    report = ask(lambda: pins.delete(id))
+    return _CODES.get(report.outcome, 200), msgspec.json.encode(report)
+
+
+def _bad(code: int, error: str, message: str) -> tuple[int, bytes]:
+    return code, json.dumps({"error": error, "message": message}).encode() + b"\n"

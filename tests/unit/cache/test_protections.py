@@ -1,0 +1,296 @@
+"""Protected chunks stay in L1, within a bound, until the last protection that names them ends; what that costs others is exact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from decimal import Decimal
+
+import pytest
+from hypothesis import given
+from support.properties import Dice, examples, walks
+from support.turns import repeat
+
+from kvserver.cache import POLICIES, Cache, MissReason, PagePool, Protection, ProtectionEnd, one_group
+from kvserver.protocol import KEY_BYTES
+from unit.cache.small_cache import PAGE, keys
+
+NAMESPACES = {"a": b"a" * 32, "b": b"b" * 32}
+FOREVER = 1e9
+PROBE = ("probe", "probe")
+
+
+def make(pages: int = 10, fraction: float = 1.0, policy: str = "lru", **shares: str) -> Cache:
+    fractions = {model: Decimal(share) for model, share in shares.items()}
+    cache = Cache(PagePool(pages * PAGE, PAGE), POLICIES[policy](), fractions)
+    cache.protections.fraction = fraction
+    return cache
+
+
+def store(cache: Cache, names: str, model: str = "a", pages: int = 1) -> int:
+    """Returns how many found no space."""
+    plan = cache.plan_store(NAMESPACES[model], one_group(1), keys(names), pages * PAGE, model_name=model)
+    cache.finish_store(plan, copied=True)
+    return plan.no_space
+
+
+def protect(
+    cache: Cache, names: str, id: str = "p", model: str = "a", deadline: float = FOREVER, wanted: str = ""
+) -> Protection | None:
+    protection = Protection(id, "operator", NAMESPACES[model], cache.index.model(model), deadline, 0.0)
+    cache.protect(protection, keys(names), lambda _: b"", keys(wanted))
+    return cache.protections.get(id)
+
+
+def end(cache: Cache, id: str) -> None:
+    protection = cache.protections.get(id)
+    assert protection is not None
+    cache.protections.end(protection, ProtectionEnd.DELETED)
+    repeat(cache.step)
+
+
+def resident(cache: Cache, names: str, model: str = "a") -> str:
+    """Those that are READY; no use of them."""
+    found = cache.index.find_chunks(NAMESPACES[model], keys(names))
+    return "".join(name for name, chunk in zip(names, found, strict=True) if chunk is not None and chunk.ready)
+
+
+def audit(cache: Cache) -> None:
+    repeat(cache.step)
+    cache.audit()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_chunk_stays_until_the_last_protection_that_names_it_ends(policy: str) -> None:
+    cache = make(policy=policy)
+    store(cache, "abcd")
+    assert protect(cache, "ab", "one")
+    assert protect(cache, "abc", "two")
+    for name in "stuvwxyz":
+        store(cache, name)
+    assert resident(cache, "abcd") == "abc"
+    end(cache, "two")
+    for name in "STUVWXYZ":
+        store(cache, name)
+    assert resident(cache, "abcd") == "ab"
+    end(cache, "one")
+    for name in "0123456789":
+        store(cache, name)
+    assert resident(cache, "abcd") == ""
+    audit(cache)
+
+
+def test_the_bound_clips_a_prompt_and_counts_a_chunk_once(cache_of_bound: Callable[[float], Cache]) -> None:
+    cache = cache_of_bound(0.4)
+    store(cache, "abcdef")
+    assert protect(cache, "abcdef", "one").tokens == 4
+    assert protect(cache, "abcdef", "two").tokens == 4, "both name the same chunks"
+    store(cache, "xy")
+    assert protect(cache, "xy", "three") is None
+    end(cache, "one")
+    audit(cache)
+    assert protect(cache, "xy", "three") is None, "the other one still names them"
+    end(cache, "two")
+    audit(cache)
+    assert protect(cache, "xy", "three").tokens == 2
+    audit(cache)
+
+
+@pytest.fixture
+def cache_of_bound() -> Callable[[float], Cache]:
+    return lambda fraction: make(fraction=fraction)
+
+
+def test_protections_of_others_leave_a_model_its_share() -> None:
+    cache = make(fraction=1.0, a="0.5")
+    store(cache, "abcdefgh", "b")
+    assert protect(cache, "abcdefgh", "others", "b").tokens == 5
+    assert store(cache, "vwxyz", "a") == 0
+    assert protect(cache, "vwxyz", "own", "a").tokens == 5
+    assert store(cache, "q", "b") == 1, "all of L1 is protected: skipped as if all were leased, and no error"
+    audit(cache)
+
+
+def test_a_share_of_a_model_bounds_its_own_protections() -> None:
+    cache = make(fraction=0.5, a="0.4")
+    store(cache, "abcdef", "a")
+    assert protect(cache, "abcdef").tokens == 2
+    assert cache.protections.bound_pages == 5
+
+
+def test_protections_end_at_their_deadline_and_a_use_does_not_extend_them() -> None:
+    cache = make()
+    store(cache, "ab")
+    protect(cache, "ab", "one", deadline=10.0)
+    protect(cache, "ab", "two", deadline=20.0)
+    cache.lookup(NAMESPACES["a"], keys("ab"), PROBE, 15.0)
+    left = []
+    for now in (9.99, 10.0, 30.0):
+        cache.expire_leases(now)
+        left.append(len(cache.protections))
+    assert left == [2, 1, 0]
+    assert cache.protections.ended == {ProtectionEnd.EXPIRED: 2}
+    audit(cache)
+
+
+def test_a_clear_ends_the_protections_of_its_namespaces() -> None:
+    cache = make()
+    store(cache, "ab", "a")
+    store(cache, "cd", "b")
+    protect(cache, "ab", "one", "a")
+    protect(cache, "cd", "two", "b")
+    cache.clear_namespaces(NAMESPACES["a"])
+    assert [each.id for each in cache.protections] == ["two"]
+    assert cache.protections.ended == {ProtectionEnd.CLEARED: 1}
+    audit(cache)
+    assert cache.pool.used_pages == 2
+    cache.clear_namespaces()
+    audit(cache)
+    assert cache.pool.used_pages == 0
+
+
+def test_what_l1_lacks_is_protected_when_it_arrives() -> None:
+    cache = make(fraction=0.3)
+    store(cache, "a")
+    assert protect(cache, "ab", wanted="bcd").wanted
+    for name in "bcd":
+        store(cache, name)
+    for name in "stuvwxyz01":
+        store(cache, name)
+    assert resident(cache, "abcd") == "abc", "the last one did not fit"
+    (protection,) = cache.protections
+    assert not protection.wanted
+    assert protection.note.startswith("no_room")
+    audit(cache)
+
+
+def test_a_protection_that_names_nothing_does_not_begin() -> None:
+    cache = make()
+    assert protect(cache, "abc") is None
+    store(cache, "bc")
+    assert protect(cache, "abc") is None, "what is behind a hole is of no use"
+    audit(cache)
+
+
+# ---- what it costs others ---------------------------------------------------------------------------
+
+
+def request(cache: Cache, name: str) -> MissReason | None:
+    """Look a prompt of one chunk up as a request does, and store it if it is missed. Returns why it is missed."""
+    outcome = cache.lookup(NAMESPACES["a"], keys(name), PROBE, FOREVER)
+    cache.end_lease(PROBE)
+    if outcome.hit_chunks:
+        return None
+    store(cache, name)
+    return outcome.missed[0][0]
+
+
+@given(walks(120))
+@examples(60)
+def test_misses_that_pins_caused_are_those_that_l1_without_pins_would_not_have(steps: list[Dice]) -> None:
+    """Least recently used, chunks of one size, pins that nothing else uses: then it is exact."""
+    with_pins, without = make(12), make(12)
+    for cache in (with_pins, without):
+        store(cache, "PQRS")
+    protect(with_pins, "PQRS")
+    for name in "abcdefghijkl":  # evictions have passed over all pins
+        for cache in (with_pins, without):
+            store(cache, name)
+    for dice in steps:
+        name = dice.choice("abcdefghijklmnopqr")
+        reason, other = request(with_pins, name), request(without, name)
+        assert (reason is MissReason.PINNED_OUT) == (other is None and reason is not None), (name, reason, other)
+    assert with_pins.protections.passed_over == 4
+    end(with_pins, "p")
+    audit(with_pins)
+    assert not any(with_pins.protections.displaced((NAMESPACES["a"], key)) for key in map(keys, "abcdefghijklmnopqr"))
+
+
+# ---- a plain model ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Plain:
+    model: str
+    names: frozenset[str]
+    deadline: float
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(steps=walks(60))
+@examples(40)
+def test_a_random_walk_never_loses_what_a_protection_names(policy: str, steps: list[Dice]) -> None:
+    cache = make(16, 0.5, policy, a="0.4")
+    bounds = {"a": int(0.5 * int(Decimal("0.4") * 16)), "b": int(0.5 * (16 - int(Decimal("0.4") * 16)))}
+    live: dict[str, Plain] = {}
+    now, number = 0.0, 0
+    prompts = {"a": ["abcde", "abcxy", "mn"], "b": ["ABCDEF", "ABZ", "Q"]}
+
+    def used(model: str) -> int:
+        return len(frozenset().union(*(plain.names for plain in live.values() if plain.model == model)))
+
+    def protect_some(dice: Dice) -> None:
+        nonlocal number
+        model = dice.choice("ab")
+        prompt, id = dice.choice(prompts[model]), f"p{number}"
+        number += 1
+        there = resident(cache, prompt, model)
+        leading = prompt[: next((at for at, name in enumerate(prompt) if name not in there), len(prompt))]
+        already = frozenset().union(*(plain.names for plain in live.values() if plain.model == model))
+        room, fits = bounds[model] - used(model), ""
+        for name in leading:
+            room -= name not in already
+            if room < 0:
+                break
+            fits += name
+        deadline = now + dice.choice([1.0, 5.0, FOREVER])
+        found = protect(cache, prompt, id, model, deadline)
+        assert (found.tokens if found is not None else 0) == len(fits)
+        if fits:
+            live[id] = Plain(model, frozenset(fits), deadline)
+
+    def store_some(dice: Dice) -> None:
+        model = dice.choice("ab")
+        store(cache, dice.choice([*prompts[model], "".join(dice.sample("0123456789", 4))]), model)
+
+    def look_up(dice: Dice) -> None:
+        model = dice.choice("ab")
+        cache.lookup(NAMESPACES[model], keys(dice.choice(prompts[model])), ("e", dice.choice("xyz")), now + 3)
+
+    def pass_time(dice: Dice) -> None:
+        nonlocal now, live
+        now += dice.choice([0.5, 2.0])
+        cache.expire_leases(now)
+        live = {id: plain for id, plain in live.items() if plain.deadline > now}
+
+    def end_one(dice: Dice) -> None:
+        if live:
+            id = dice.choice(sorted(live))
+            end(cache, id)
+            del live[id]
+
+    def clear(dice: Dice) -> None:
+        nonlocal live
+        model = dice.choice("ab")
+        cache.clear_namespaces(NAMESPACES[model])
+        live = {id: plain for id, plain in live.items() if plain.model != model}
+
+    def step(_: Dice) -> None:
+        cache.step(1)
+
+    actions = {store_some: 20, protect_some: 8, look_up: 8, pass_time: 3, end_one: 3, clear: 1, step: 4}
+    for dice in steps:
+        dice.choices(list(actions), list(actions.values()))[0](dice)
+        assert {each.id for each in cache.protections} == live.keys()
+        for plain in live.values():
+            names = "".join(sorted(plain.names))
+            assert resident(cache, names, plain.model) == names, f"{names} of {plain.model} left L1"
+        for model, bound in bounds.items():
+            assert used(model) <= bound
+        repeat(cache.step) if dice.random() < 0.3 else None
+    cache.end_leases_of("e")
+    audit(cache)
+    assert cache.protections.protected_pages == used("a") + used("b")
+
+
+assert KEY_BYTES == 32
