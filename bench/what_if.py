@@ -208,7 +208,7 @@ def measure(prompts: Prompts, pages: array[int], l1_pages: int, policy: str, hyb
     )
     true, looked_up, seconds = [0] * (len(SIZES) + 1), 0, 0.0
     groups = Groups(hybrid.groups, 1, CHUNK_TOKENS).objects
-    spec = type("Spec", (), {"object_groups": hybrid.groups, "chunk_tokens": CHUNK_TOKENS})
+    spec = type("Spec", (), {"object_groups": hybrid.groups, "chunk_tokens": CHUNK_TOKENS, "engine_names": ("", "")})
     curve.handle(NamespaceFormed(0, "i", "m", b"", (spec,)))  # type: ignore[arg-type]
     for number, prompt in enumerate(prompts):
         hits, stored = reference.serve(prompt)
