@@ -79,7 +79,7 @@ class Sessions:
         return len(self._live)
 
     def __iter__(self) -> Iterator[SessionRecord]:
-        """Sessions, the most recently used first."""
+        """Sessions, about in the order of their last use, the latest first."""
         return reversed(self._live.values())
 
     def session(self, key: SessionKey) -> SessionRecord | None:
@@ -99,7 +99,10 @@ class Sessions:
 
     def of_store(self, key: SessionKey) -> SessionRecord | None:
         """The session of a store, which revives none that was deleted. None if it does not fit."""
-        return self._live.get(key) or self._deleted.get(key) or self._add_session(key)
+        session = self._live.get(key)
+        if session is not None:
+            self._live.move_to_end(key)
+        return session or self._deleted.get(key) or self._add_session(key)
 
     def use(self, session: SessionRecord | None, chunks: Iterable[Chunk]) -> None:
         """A request of the session, or of none, uses the chunks: those of others are shared from now on, or taken over from a deleted one."""
@@ -133,6 +136,7 @@ class Sessions:
         if not session.chunks:
             session.kept = 0
             self._end_pass(session)
+            self.leaving.pop(session, None)
         elif len(session.listed) - session.chunks > len(session.listed) // 32:
             self._drop_stale(session)
         self._count(session)
@@ -158,6 +162,7 @@ class Sessions:
                 self._end_pass(session)
             if not session.listed:
                 del self.leaving[session]
+                tried += 1 / _SLICE
                 continue
             chunk = session.listed[-1]
             is_own = chunk.session is session and not chunk.detached
@@ -197,7 +202,11 @@ class Sessions:
             self._forget(self._deleted.pop(key))
         for sessions in (self._deleted, self._live):
             for old in list(islice(sessions.values(), _MOST_TRIED)):
-                if not self._fits(more) and not old.chunks:
+                if self._fits(more):
+                    break
+                if old.chunks:
+                    sessions.move_to_end(old.key)  # else it hides those behind it
+                else:
                     self._forget(sessions.pop(old.key))
         if not self._fits(more):
             return None

@@ -28,15 +28,16 @@ class Shares:
         for model, share in pages.items():
             model.share_pages = share
 
-    def spares(self, chunk: Chunk) -> bool:
+    def spares(self, chunk: Chunk, first: bool) -> bool:
         """True if the chunk stays: without it its model would have less than its share. REQUIRES: the policy has popped it.
 
-        An incomplete chunk is of no use to a model and is not spared.
+        An incomplete chunk is of no use to a model and is not spared. `first`: the chunk is the first spared one to leave.
         """
         model = chunk.namespace.model
         if not model.share_pages or not chunk.ready or model.pages - chunk.page_count >= model.share_pages:
             return False
-        link(cast(RingChunk, chunk), self._spared[model])
+        ring = self._spared[model]
+        link(cast(RingChunk, chunk), ring.younger if first else ring)
         return True
 
     def pop_released(self) -> Chunk | None:

@@ -189,7 +189,7 @@ class Space:
                 if chunk is None:
                     plan.full = True
                     return None
-            elif self._shares.spares(chunk):
+            elif self._shares.spares(chunk, first=chunk.session is not None and chunk.session.deleted):
                 plan.steps -= 1
                 continue
             plan.steps -= 1

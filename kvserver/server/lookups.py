@@ -127,7 +127,10 @@ class L1Lookups:
         if instance is None or namespace is None or self._unavailable:
             return LookupReply(0)
         owner = (request.instance_id, request.request_id)
-        outcome = self.cache.lookup(namespace, request.keys, owner, self._deadline(), shares=False)
+        outcome = self.cache.lookup(
+            namespace, request.keys, owner, self._deadline(), _session(request, namespace),
+            shares=request.session_id is not None, now=self.clock(),
+        )  # fmt: skip
         looked = _Looked(request, instance, namespace, instance.any_worker().spec.chunk_tokens, 0, outcome)
         if not outcome.missed:
             self._find_tail(looked, request.tail_keys)

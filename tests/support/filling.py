@@ -46,16 +46,16 @@ class Filling(NamedTuple):
     def lookup(self, keys: list[bytes], request_id: str = "r") -> LookupReply:
         return self.worker.ask(self.worker.lookup_message(keys, request_id), LookupReply)
 
-    def begin(self, keys: list[bytes], request_id: str = "r", wait_ms: int = 5000) -> int:
-        return self.worker.send(AwaitFill(self.worker.lookup_message(keys, request_id), wait_ms))
+    def begin(self, keys: list[bytes], request_id: str = "r", wait_ms: int = 5000, session_id: str = "") -> int:
+        return self.worker.send(AwaitFill(self.worker.lookup_message(keys, request_id, session_id=session_id), wait_ms))
 
     def reply(self, number: int, seconds: float = 30.0) -> LookupReply:
         reply = self.worker.reply_to(number, seconds)
         assert isinstance(reply, LookupReply), reply
         return reply
 
-    def fill(self, keys: list[bytes], request_id: str = "r", wait_ms: int = 5000) -> int:
-        return self.reply(self.begin(keys, request_id, wait_ms)).hit_chunks
+    def fill(self, keys: list[bytes], request_id: str = "r", wait_ms: int = 5000, session_id: str = "") -> int:
+        return self.reply(self.begin(keys, request_id, wait_ms, session_id)).hit_chunks
 
     def loaded(self, keys: list[bytes], request_id: str = "r") -> list[bytes]:
         target = self.worker.blocks_for(len(keys), first=1)

@@ -7,6 +7,7 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from decimal import Decimal
 
 import pytest
 from hypothesis import given
@@ -450,3 +451,66 @@ def test_sessions_without_chunks_give_way_and_one_that_does_not_fit_shares(monke
     cache.audit()
     owned = sum(one.chunks for one in cache.sessions)
     assert 0 < owned < 18 == cache.index.chunk_count, "some sessions have no record, and their chunks no owner"
+
+
+@pytest.mark.parametrize("looked_up", [False, True])
+def test_old_sessions_with_chunks_do_not_keep_later_ones_from_a_record(looked_up: bool) -> None:
+    cache = Cache(PagePool(2000 * PAGE, PAGE), POLICIES["slru"]())
+
+    def store(name: str, number: int) -> None:
+        keys = b"".join((4 * number + place).to_bytes(32, "big") for place in range(4))
+        if looked_up:
+            cache.lookup(NAMESPACE, keys, ("e", name), 1e9, key(name))
+        cache.finish_store(cache.plan_store(NAMESPACE, one_group(1), keys, PAGE, session=key(name)), copied=True)
+
+    for number in range(4):
+        store(f"old {number}", number)
+        cache.lookup(NAMESPACE, (4 * number).to_bytes(32, "big"), ("e", f"old {number}"), 1e9, key(f"old {number}"))
+    recorded = 0
+    for number in range(4, 1504):
+        store(f"short {number}", number)
+        cache.end_lease(("e", f"short {number}"))
+        recorded += number >= 504 and cache.sessions.session(key(f"short {number}")) is not None
+    assert recorded > 100
+
+
+@pytest.mark.parametrize("ended_by", ["a clear", "another session"])
+def test_deleted_sessions_without_chunks_are_forgotten(ended_by: str) -> None:
+    cache = Cache(PagePool(100 * PAGE, PAGE), POLICIES["lru"]())
+    for number in range(50):
+        keys, session = (number if ended_by == "a clear" else 0).to_bytes(32, "big"), key(f"s{number}")
+        cache.lookup(NAMESPACE, keys, ("e", "r"), 1e9, session)
+        cache.finish_store(cache.plan_store(NAMESPACE, one_group(1), keys, PAGE, session=session), copied=True)
+        cache.end_lease(("e", "r"))
+        found = cache.sessions.session(session)
+        assert found is not None
+        cache.sessions.delete(found)
+    if ended_by == "a clear":
+        cache.clear_namespaces()
+        while cache.step():
+            pass
+    assert len(cache.sessions.leaving) == (ended_by == "another session")
+
+
+@every_policy
+def test_a_deleted_session_leaves_first_where_its_model_has_a_share(policy: str) -> None:
+    cache = Cache(PagePool(16 * PAGE, PAGE), POLICIES[policy](), {"m": Decimal(1)})
+    evicted: list[int] = []
+
+    def request(prompt: int, count: int, session: SessionKey | None = None) -> None:
+        keys = b"".join(bytes([prompt, place]).ljust(32, b"\0") for place in range(count))
+        plan = cache.plan_store(NAMESPACE, one_group(1), keys, PAGE, model_name="m", session=session)
+        cache.finish_store(plan, copied=True)
+        evicted.extend(name[0] for _, name in plan.evicted)
+
+    request(1, 4)
+    request(2, 4, key("a"))
+    request(3, 4)
+    request(4, 4)
+    request(5, 1)
+    found = cache.sessions.session(key("a"))
+    assert found is not None
+    cache.sessions.delete(found)
+    request(6, 4)
+    assert evicted == [1, 2, 2, 2, 2]
+    cache.audit()

@@ -64,10 +64,23 @@ def test_what_a_fill_reads_is_of_no_session_and_what_was_resident_stays_the_sess
         f.worker.store(keys[:2], f.worker.blocks_for(2), session_id="a")
         f.tier.objects = objects
         assert f.worker.lookup(keys, "r", session_id="a") == 2
-        assert f.fill(keys) == 8
+        assert f.fill(keys, session_id="a") == 8
         assert f.worker.lookup(keys, "r", session_id="a") == 8
         sessions = f.running.server.call(lambda: [one.chunks for one in f.running.parts.cache.sessions]).result(10)
         assert sessions == [2]
+
+
+def test_a_hit_after_a_fill_shares_what_another_session_stored_meanwhile() -> None:
+    with filling() as f:
+        keys = make_keys(8)
+        f.store(keys)
+        f.written(keys)
+        f.forget_l1()
+        assert f.worker.lookup(keys, "r", session_id="b") == 0
+        f.worker.store(keys, f.worker.blocks_for(8), session_id="a")
+        assert f.fill(keys, session_id="b") == 8
+        sessions = f.running.server.call(lambda: [one.chunks for one in f.running.parts.cache.sessions]).result(10)
+        assert sessions == [0, 0]
 
 
 def test_a_hit_ends_at_a_hole() -> None:
