@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -175,35 +176,72 @@ def test_a_protection_that_names_nothing_does_not_begin() -> None:
 # ---- what it costs others ---------------------------------------------------------------------------
 
 
-def request(cache: Cache, name: str) -> MissReason | None:
-    """Look a prompt of one chunk up as a request does, and store it if it is missed. Returns why it is missed."""
-    outcome = cache.lookup(NAMESPACES["a"], keys(name), PROBE, FOREVER)
+def request(cache: Cache, names: str) -> MissReason | None:
+    """Look a prompt up as a request does, and store what is missed. Returns why its first missed chunk is missed."""
+    outcome = cache.lookup(NAMESPACES["a"], keys(names), PROBE, FOREVER)
     cache.end_lease(PROBE)
-    if outcome.hit_chunks:
+    if outcome.hit_chunks == len(names):
         return None
-    store(cache, name)
+    store(cache, names)
     return outcome.missed[0][0]
 
 
+OTHERS = "abcdefghijklmnopqr"
+
+
+@pytest.mark.parametrize("prompts", [OTHERS, [*OTHERS, *["PQRS"] * 3], [*OTHERS, *["PQRS", "PQ"] * 3]])
 @given(walks(120))
 @examples(60)
-def test_misses_that_pins_caused_are_those_that_l1_without_pins_would_not_have(steps: list[Dice]) -> None:
-    """Least recently used, chunks of one size, pins that nothing else uses: then it is exact."""
+def test_misses_that_pins_caused_are_those_that_l1_without_pins_would_not_have(
+    prompts: list[str], steps: list[Dice]
+) -> None:
+    """Least recently used and chunks of one size: then it is exact, also while the pinned prompt is read."""
     with_pins, without = make(12), make(12)
     for cache in (with_pins, without):
         store(cache, "PQRS")
     protect(with_pins, "PQRS")
-    for name in "abcdefghijkl":  # evictions have passed over all pins
-        for cache in (with_pins, without):
-            store(cache, name)
     for dice in steps:
-        name = dice.choice("abcdefghijklmnopqr")
-        reason, other = request(with_pins, name), request(without, name)
-        assert (reason is MissReason.PINNED_OUT) == (other is None and reason is not None), (name, reason, other)
-    assert with_pins.protections.passed_over == 4
+        names = dice.choice(prompts)
+        reason, other = request(with_pins, names), request(without, names)
+        assert (reason is MissReason.PINNED_OUT) == (other is None and reason is not None), (names, reason, other)
+    audit(with_pins)
     end(with_pins, "p")
     audit(with_pins)
-    assert not any(with_pins.protections.displaced((NAMESPACES["a"], key)) for key in map(keys, "abcdefghijklmnopqr"))
+    assert not any(with_pins.protections.displaced((NAMESPACES["a"], key)) for key in map(keys, OTHERS))
+
+
+@pytest.mark.parametrize("share_of_pinned", [0.0, 0.02, 0.3])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_count_of_misses_that_pins_caused_is_close_with_every_policy(policy: str, share_of_pinned: float) -> None:
+    with_pins, without, source = make(100, policy=policy), make(100, policy=policy), Random(1)
+    prompt = "".join(map(chr, range(0x4E00, 0x4E00 + 30)))
+    for cache in (with_pins, without):
+        store(cache, prompt)
+    protect(with_pins, prompt)
+    counted = caused = 0
+    for _ in range(3000):
+        names = prompt if source.random() < share_of_pinned else chr(0x5E00 + source.randrange(150))
+        reason, other = request(with_pins, names), request(without, names)
+        counted += reason is MissReason.PINNED_OUT
+        caused += reason is not None and other is None
+    assert caused > 300 if not share_of_pinned else caused < 100
+    assert abs(counted - caused) <= 0.02 * caused + 2
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_pinned_prompt_that_is_read_grows_old_and_is_passed_over_again(policy: str) -> None:
+    cache = make(12, policy=policy)
+    store(cache, "PQRS")
+    protect(cache, "PQRS")
+    assert request(cache, "PQRS") is None
+    for name in OTHERS * 2:
+        request(cache, name), request(cache, name)
+    assert cache.protections.passed_over == 4
+    assert request(cache, "PQRS") is None
+    for name in OTHERS * 2:
+        request(cache, name), request(cache, name)
+    assert cache.protections.passed_over == 8
+    audit(cache)
 
 
 # ---- a plain model ----------------------------------------------------------------------------------
