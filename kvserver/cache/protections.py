@@ -29,7 +29,7 @@ from kvserver.cache.eviction import EvictionPolicy
 from kvserver.protocol import KEY_BYTES
 
 MOST_PROTECTIONS = 1024
-_MOST_WANTED = 1 << 16  # names of chunks that L1 lacks, of all protections together
+MOST_NAMES = 1 << 17  # of chunks, of all protections together until end_one(): one turn of the loop may look at each
 _MOST_DISPLACED = 1 << 16
 _EXAMINED_AT_ONCE = 4096  # wanted chunks, by forget_lost()
 
@@ -57,21 +57,15 @@ class Protection:
     expires_at: float  # wall clock, for people
     protected: list[Chunk] = field(default_factory=list)
     wanted: set[Name] = field(default_factory=set)
+    tokens: int = 0  # of what is protected
+    pages: int = 0
     kept: bool = False  # by a restart
     note: str = ""  # what is not protected, and why; "": all of the prompt's chunks are, or will be
-
-    @property
-    def tokens(self) -> int:
-        return sum([chunk.namespace.groups.chunk_tokens for chunk in self.protected])
-
-    @property
-    def pages(self) -> int:
-        return sum([chunk.page_count for chunk in self.protected])
 
 
 @dataclass(slots=True)
 class _ProtectedChunk:
-    protections: int
+    protections: list[Protection]
     pages: int  # charged to the bound: of the chunk when its last object became READY
     gone_pages: int = 0  # of them, once L1 without protections would have evicted the chunk
 
@@ -87,6 +81,7 @@ class Protections:
         self._protected: dict[Chunk, _ProtectedChunk] = {}
         self._charged: Counter[ModelUse | None] = Counter()  # pages by model with a share; None: all others
         self._wanted: dict[Name, list[Protection]] = {}
+        self._names = 0  # protected and wanted, of those that live and of those that end
         self.passed_over = 0  # chunks
         self._gone_pages = 0  # of the protected chunks
         # Pages by the hash of an evicted chunk's name, or by a protected chunk that was passed over; the oldest first.
@@ -145,16 +140,18 @@ class Protections:
         return len(self._wanted)
 
     @property
-    def room_for_wanted(self) -> int:
-        return _MOST_WANTED - len(self._wanted)
+    def room_for_names(self) -> int:
+        return MOST_NAMES - self._names
 
     # ---- begin --------------------------------------------------------------------------------
 
     def add(self, protection: Protection, wanted: Iterable[Name]) -> None:
-        """Begin the protection, which protects chunks already, unless it names none. REQUIRES: fewer than MOST_PROTECTIONS, and room for `wanted`."""
+        """Begin the protection, which protects chunks already, unless it names none. REQUIRES: fewer than MOST_PROTECTIONS, and room for all names."""
         for name in wanted:
-            protection.wanted.add(name)
-            self._wanted.setdefault(name, []).append(protection)
+            if name not in protection.wanted:  # a prompt may name a chunk twice
+                protection.wanted.add(name)
+                self._wanted.setdefault(name, []).append(protection)
+                self._names += 1
         if protection.protected or protection.wanted:
             self._live[protection.id] = protection
 
@@ -165,26 +162,34 @@ class Protections:
         for chunk in chunks:
             protected = self._protected.get(chunk)
             if protected is not None:
-                self._charge(chunk, chunk.page_count - protected.pages)
-                protected.pages = chunk.page_count
+                more = chunk.page_count - protected.pages
+                self._charge(chunk, more)
+                protected.pages += more
+                for protection in protected.protections if more else ():
+                    protection.pages += more
             groups = chunk.namespace.groups
             if chunk.ready and chunk.ready & groups.full == groups.full:
                 for protection in self._wanted.pop((chunk.namespace.id, chunk.key), ()):
                     protection.wanted.discard((chunk.namespace.id, chunk.key))
+                    self._names -= 1
                     if self.fitting(chunk.namespace.model, [chunk]):
                         self.protect(protection, [chunk])
                     else:
                         protection.note = "no_room: a chunk that came from L2 did not fit into --pin-share"
+                        self.forget(protection, list(protection.wanted))  # chunks behind a hole are of no use
 
     def protect(self, protection: Protection, chunks: Iterable[Chunk]) -> None:
         """REQUIRES: they are READY and fit."""
         for chunk in chunks:
             protection.protected.append(chunk)
+            protection.tokens += chunk.namespace.groups.chunk_tokens
+            protection.pages += chunk.page_count
+            self._names += 1
             protected = self._protected.get(chunk)
             if protected is not None:
-                protected.protections += 1
+                protected.protections.append(protection)
                 continue
-            self._protected[chunk] = _ProtectedChunk(1, chunk.page_count)
+            self._protected[chunk] = _ProtectedChunk([protection], chunk.page_count)
             self._charge(chunk, chunk.page_count)
             chunk.leases += 1
 
@@ -204,6 +209,7 @@ class Protections:
         """The protection does not want these chunks any more."""
         for name in wanted:
             protection.wanted.discard(name)
+            self._names -= 1
             protections = self._wanted[name]
             protections.remove(protection)
             if not protections:
@@ -223,6 +229,7 @@ class Protections:
         self._ending.extend(self._live.values())
         self._live.clear()
         self._wanted.clear()
+        self._names = sum([len(each.protected) for each in self._ending])
 
     def forget_lost(self, still_there: Callable[[bytes, int, bytes], tuple[bytes, ...]]) -> None:
         """Forget wanted chunks that no tier has, and end what names nothing any more. A part of them each time, in turns.
@@ -254,15 +261,16 @@ class Protections:
         if not self._ending:
             return 0
         protection = self._ending.popleft()
-        free = [chunk for chunk in protection.protected if self._unprotect(chunk)]
+        free = [chunk for chunk in protection.protected if self._unprotect(chunk, protection)]
+        self._names -= len(protection.protected)
         # The end of a prompt is evicted before its start.
         self._policy.track([chunk for chunk in reversed(free) if not (chunk.detached or self._policy.tracks(chunk))])
         return max(1, len(protection.protected))
 
-    def _unprotect(self, chunk: Chunk) -> bool:
+    def _unprotect(self, chunk: Chunk, protection: Protection) -> bool:
         """True if no protection names the chunk any more."""
         protected = self._protected[chunk]
-        protected.protections -= 1
+        protected.protections.remove(protection)
         if protected.protections:
             return False
         del self._protected[chunk]
@@ -335,10 +343,14 @@ class Protections:
         """AssertionError names what does not balance. Returns the leases of chunks that are not detached. REQUIRES: no deferred work is left."""
         assert not self._ending, "free the chunks of ended protections first"
         named = Counter(chunk for protection in self for chunk in protection.protected)
-        assert named == {chunk: each.protections for chunk, each in self._protected.items()}, (
+        assert named == {chunk: len(each.protections) for chunk, each in self._protected.items()}, (
             "protections are counted wrongly"
         )
         assert all(chunk.ready for chunk in named), "a protection protects a chunk without KV"
+        assert self._names == sum(len(each.protected) + len(each.wanted) for each in self), "names are counted wrongly"
+        assert all(each.pages == sum(chunk.page_count for chunk in each.protected) for each in self), (
+            "a protection's pages are counted wrongly"
+        )
         charged: Counter[ModelUse | None] = Counter()
         for chunk, protected in self._protected.items():
             charged[self._part(chunk.namespace.model)] += protected.pages

@@ -12,8 +12,9 @@ from hypothesis import given
 from support.properties import Dice, examples, walks
 from support.turns import repeat
 
-from kvserver.cache import POLICIES, Cache, MissReason, PagePool, Protection, ProtectionEnd, one_group
-from kvserver.protocol import KEY_BYTES
+from kvserver.cache import POLICIES, Cache, Groups, MissReason, PagePool, Protection, ProtectionEnd, one_group, tails_of
+from kvserver.protocol import KEY_BYTES, ObjectGroup
+from kvserver.restart.keeping import pins_of, restore_pins
 from unit.cache.small_cache import PAGE, keys
 
 NAMESPACES = {"a": b"a" * 32, "b": b"b" * 32}
@@ -171,6 +172,87 @@ def test_a_protection_that_names_nothing_does_not_begin() -> None:
     store(cache, "bc")
     assert protect(cache, "abc") is None, "what is behind a hole is of no use"
     audit(cache)
+
+
+def test_a_chunk_that_is_wanted_twice_is_freed_at_the_end() -> None:
+    cache = make()
+    store(cache, "a")
+    protect(cache, "a", "keeper")
+    protect(cache, "a", wanted="hh")
+    audit(cache)
+    end(cache, "p")
+    store(cache, "h")
+    (chunk,) = cache.index.find_chunks(NAMESPACES["a"], keys("h"))
+    assert chunk is not None
+    assert chunk.leases == 0
+    audit(cache)
+
+
+def test_a_clipped_protection_wants_nothing() -> None:
+    cache = make(fraction=0.2)
+    store(cache, "abcd")
+    clipped = protect(cache, "abcdef", wanted="ef")
+    assert clipped is not None
+    assert (clipped.tokens, clipped.wanted) == (2, set())
+    assert protect(cache, "abcdef", "two", wanted="ef").tokens == 2
+    store(cache, "x")
+    assert protect(cache, "xyz", "none", wanted="yz") is None, "nothing fits"
+    assert protect(cache, "yz", "none", wanted="yz") is None, "nothing would fit"
+    audit(cache)
+
+
+def test_a_chunk_that_does_not_fit_ends_the_wish_for_those_behind_it() -> None:
+    cache = make(fraction=0.2)
+    store(cache, "a")
+    protection = protect(cache, "abcd", wanted="bcd")
+    store(cache, "bc")
+    assert protection is not None
+    assert (protection.tokens, protection.wanted) == (2, set())
+    audit(cache)
+
+
+def test_blocks_behind_the_last_chunk_that_do_not_fit_are_noted() -> None:
+    cache = make(fraction=0.2)
+    store(cache, "ab")
+    groups = Groups([ObjectGroup("full", (0,), 1)], 1, 1, tails=True)
+    plan = cache.plan_store(tails_of(NAMESPACES["a"]), groups, keys("xy"), PAGE, model_name="a")
+    cache.finish_store(plan, copied=True)
+    protection = Protection("p", "operator", NAMESPACES["a"], cache.index.model("a"), FOREVER, 0.0)
+    assert cache.protect(protection, keys("ab"), lambda _: keys("xy")) == 2
+    assert protection.note.startswith("no_room: 2 blocks")
+    audit(cache)
+
+
+def test_all_names_of_protections_are_counted_until_their_chunks_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = make()
+    room = cache.protections.room_for_names
+    store(cache, "ab")
+    protect(cache, "abc", wanted="c")
+    protect(cache, "ab", "two")
+    assert room - cache.protections.room_for_names == 5
+    protection = cache.protections.get("p")
+    assert protection is not None
+    cache.protections.end(protection, ProtectionEnd.DELETED)
+    assert room - cache.protections.room_for_names == 4
+    audit(cache)
+    kept = pins_of(cache)
+    other = make()
+    monkeypatch.setattr("kvserver.cache.protections.MOST_NAMES", 1)
+    restore_pins(other, kept)
+    assert (len(other.protections), other.protections.ended[ProtectionEnd.NOT_KEPT]) == (0, 1)
+    monkeypatch.setattr("kvserver.cache.protections.MOST_NAMES", 2)
+    restore_pins(other, kept)
+    assert [each.id for each in other.protections] == ["two"]
+    audit(other)
+
+
+def test_the_end_of_a_protection_does_not_make_its_chunks_younger() -> None:
+    cache = make(4)
+    store(cache, "abcd")
+    protect(cache, "d")
+    end(cache, "p")
+    store(cache, "x")
+    assert resident(cache, "abcd") == "abc"
 
 
 # ---- what it costs others ---------------------------------------------------------------------------
