@@ -41,6 +41,7 @@ from kvserver.protocol import KEY_BYTES, ErrorCode, KVServerError
 
 _MISSES_EXAMINED = 128  # missing chunks of one lookup whose reason is determined
 _NAMESPACES_SEARCHED = 64  # for each of these chunks
+_BOUNDARIES_TRIED = 8  # of one protection: without full attention the last ones need about the same number of chunks
 
 
 def _lease(namespace: Namespace, keys: bytes) -> tuple[list[Chunk], int, int]:
@@ -216,13 +217,20 @@ class Cache:
         """Protect what a hit reads, up to the greatest boundary for which the bound has room, and begin the protection. Returns that boundary.
 
         `tails`: the keys of the blocks behind a number of chunks, which are protected too if all chunks are. `wanted`: the keys of further
-        chunks, which L1 may lack. A protection that names no chunk does not begin. REQUIRES: fewer than MOST_PROTECTIONS.
+        chunks, which L1 may lack; none is wanted where there is no room before them. A protection that names no chunk does not begin.
+        REQUIRES: fewer than MOST_PROTECTIONS, and room for all names.
         """
         while self.protections.end_one():  # what those that have ended protected is room
             pass
         boundary = self._protect_leading(protection, protection.namespace, keys)
         if boundary == self.leading(protection.namespace, keys):
-            self._protect_leading(protection, tails_of(protection.namespace), tails(boundary))
+            id, blocks = tails_of(protection.namespace), tails(boundary)
+            if left := self.leading(id, blocks) - self._protect_leading(protection, id, blocks):
+                protection.note = f"no_room: {left} blocks at its end do not fit into --pin-share"
+        else:
+            wanted = b""
+        if not boundary and self.protections.room(protection.model) <= 0:
+            wanted = b""
         self.protections.add(protection, [(protection.namespace, key) for (key,) in split_keys(wanted)])
         self.protections.arrived(
             [chunk for chunk in self.index.find_chunks(protection.namespace, wanted) if chunk is not None]
@@ -231,7 +239,8 @@ class Cache:
 
     def _protect_leading(self, protection: Protection, namespace_id: bytes, keys: bytes) -> int:
         namespace = self.index.find_namespace(namespace_id)
-        while namespace is not None and keys:
+        for _ in range(_BOUNDARIES_TRIED if namespace is not None else 0):
+            assert namespace is not None
             chunks, boundary, _ = _lease(namespace, keys)
             fits = self.protections.fitting(namespace.model, chunks)
             if fits == len(chunks):

@@ -10,12 +10,11 @@ Owns: the leases, by request, and those that count as ended but are not yet. Ref
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvserver.cache.chunk import Chunk
-from kvserver.cache.eviction import EvictionPolicy
 from kvserver.cache.sessions import SessionRecord
 
 Owner: TypeAlias = tuple[str, str]  # (instance id, request id)
@@ -31,11 +30,11 @@ class Lease:
 
 
 class Leases:
-    """Leases by owner. Callers count `chunk.leases` up; this class counts it down."""
+    """Leases by owner. Callers count `chunk.leases` up; this class counts it down. `used`: makes chunks candidates for eviction again."""
 
-    def __init__(self, policy: EvictionPolicy) -> None:
+    def __init__(self, used: Callable[[Sequence[Chunk]], None]) -> None:
         self.count = 0
-        self._policy = policy
+        self._used = used
         # By the owner's instance and request, in the order of deadlines. OrderedDict finds its first item
         # at once, however many items before it were removed.
         self._leases: dict[str, OrderedDict[str, Lease]] = {}
@@ -107,5 +106,5 @@ class Leases:
     def _end(self, lease: Lease) -> None:
         for chunk in lease.chunks:
             chunk.leases -= 1
-        self._policy.use(reversed(lease.chunks))  # a detached chunk is freed by the cache's step(), leased or not
+        self._used(lease.chunks)  # a detached chunk is freed by the cache's step(), leased or not
         self.count -= 1

@@ -8,8 +8,10 @@ A protection may name chunks that L1 lacks. Each is protected once it is READY, 
 What is protected is at most `fraction` of each part of L1: of a model's share for that model, and of the rest for all others together.
 So no protection keeps a model from its share.
 
-An eviction passes over a protected chunk once, and evicts another one instead. As long as the protection lasts, L1 is smaller for all others
-by what was passed over. The last evicted chunks of that size would still be there without protections: `displaced` has them.
+What protections cost others is known from an L1 without them. To the policy a use of a protected chunk is like any other use. So it grows
+old, and an eviction passes over it once and evicts another chunk instead. `_displaced` has what was passed over or evicted: without
+protections it would still be there, the first of it the next to leave. What has left that L1 but is protected in this one is its room.
+The next use of such a chunk would bring it back. This is exact if the policy is LRU and chunks are of one size, else an estimate.
 
 Owns: protections, what they protect, their bound, and what they cost others. Refuses to know: prompts, messages, wall clocks.
 """
@@ -23,10 +25,11 @@ from enum import Enum
 from typing import TypeAlias
 
 from kvserver.cache.chunk import Chunk, ModelUse
+from kvserver.cache.eviction import EvictionPolicy
 from kvserver.protocol import KEY_BYTES
 
 MOST_PROTECTIONS = 1024
-_MOST_WANTED = 1 << 16  # names of chunks that L1 lacks, of all protections together
+MOST_NAMES = 1 << 17  # of chunks, of all protections together until end_one(): one turn of the loop may look at each
 _MOST_DISPLACED = 1 << 16
 _EXAMINED_AT_ONCE = 4096  # wanted chunks, by forget_lost()
 
@@ -54,40 +57,36 @@ class Protection:
     expires_at: float  # wall clock, for people
     protected: list[Chunk] = field(default_factory=list)
     wanted: set[Name] = field(default_factory=set)
+    tokens: int = 0  # of what is protected
+    pages: int = 0
     kept: bool = False  # by a restart
     note: str = ""  # what is not protected, and why; "": all of the prompt's chunks are, or will be
-
-    @property
-    def tokens(self) -> int:
-        return sum([chunk.namespace.groups.chunk_tokens for chunk in self.protected])
-
-    @property
-    def pages(self) -> int:
-        return sum([chunk.page_count for chunk in self.protected])
 
 
 @dataclass(slots=True)
 class _ProtectedChunk:
-    protections: int
+    protections: list[Protection]
     pages: int  # charged to the bound: of the chunk when its last object became READY
-    passed_pages: int = 0  # of them, once an eviction passed over the chunk
+    gone_pages: int = 0  # of them, once L1 without protections would have evicted the chunk
 
 
 class Protections:
-    """`pages`: of L1; `shares`: pages of it by model. `track`: makes chunks candidates for eviction again."""
+    """`pages`: of L1; `shares`: pages of it by model."""
 
-    def __init__(self, pages: int, shares: Mapping[ModelUse, int], track: Callable[[Iterable[Chunk]], None]) -> None:
+    def __init__(self, pages: int, shares: Mapping[ModelUse, int], policy: EvictionPolicy) -> None:
         self.fraction = 0.0  # of L1 that may be protected; the daemon sets it once
-        self._pages, self._shares, self._track = pages, shares, track
+        self._pages, self._shares, self._policy = pages, shares, policy
         self._live: dict[str, Protection] = {}
         self._ending: deque[Protection] = deque()  # ended, with chunks that are still leased
         self._protected: dict[Chunk, _ProtectedChunk] = {}
         self._charged: Counter[ModelUse | None] = Counter()  # pages by model with a share; None: all others
         self._wanted: dict[Name, list[Protection]] = {}
+        self._names = 0  # protected and wanted, of those that live and of those that end
         self.passed_over = 0  # chunks
-        self._passed_pages = 0  # of those that are still protected
-        self._displaced: OrderedDict[int, int] = OrderedDict()  # pages by the hash of a name, the first evicted first
-        self._displaced_pages = 0
+        self._gone_pages = 0  # of the protected chunks
+        # Pages by the hash of an evicted chunk's name, or by a protected chunk that was passed over; the oldest first.
+        self._displaced: OrderedDict[int | Chunk, int] = OrderedDict()
+        self._displaced_pages = 0  # of the evicted ones
         self.ended: Counter[ProtectionEnd] = Counter()
         self.requested: Counter[str] = Counter()  # by outcome
 
@@ -141,16 +140,18 @@ class Protections:
         return len(self._wanted)
 
     @property
-    def room_for_wanted(self) -> int:
-        return _MOST_WANTED - len(self._wanted)
+    def room_for_names(self) -> int:
+        return MOST_NAMES - self._names
 
     # ---- begin --------------------------------------------------------------------------------
 
     def add(self, protection: Protection, wanted: Iterable[Name]) -> None:
-        """Begin the protection, which protects chunks already, unless it names none. REQUIRES: fewer than MOST_PROTECTIONS, and room for `wanted`."""
+        """Begin the protection, which protects chunks already, unless it names none. REQUIRES: fewer than MOST_PROTECTIONS, and room for all names."""
         for name in wanted:
-            protection.wanted.add(name)
-            self._wanted.setdefault(name, []).append(protection)
+            if name not in protection.wanted:  # a prompt may name a chunk twice
+                protection.wanted.add(name)
+                self._wanted.setdefault(name, []).append(protection)
+                self._names += 1
         if protection.protected or protection.wanted:
             self._live[protection.id] = protection
 
@@ -161,26 +162,34 @@ class Protections:
         for chunk in chunks:
             protected = self._protected.get(chunk)
             if protected is not None:
-                self._charge(chunk, chunk.page_count - protected.pages)
-                protected.pages = chunk.page_count
+                more = chunk.page_count - protected.pages
+                self._charge(chunk, more)
+                protected.pages += more
+                for protection in protected.protections if more else ():
+                    protection.pages += more
             groups = chunk.namespace.groups
             if chunk.ready and chunk.ready & groups.full == groups.full:
                 for protection in self._wanted.pop((chunk.namespace.id, chunk.key), ()):
                     protection.wanted.discard((chunk.namespace.id, chunk.key))
+                    self._names -= 1
                     if self.fitting(chunk.namespace.model, [chunk]):
                         self.protect(protection, [chunk])
                     else:
                         protection.note = "no_room: a chunk that came from L2 did not fit into --pin-share"
+                        self.forget(protection, list(protection.wanted))  # chunks behind a hole are of no use
 
     def protect(self, protection: Protection, chunks: Iterable[Chunk]) -> None:
         """REQUIRES: they are READY and fit."""
         for chunk in chunks:
             protection.protected.append(chunk)
+            protection.tokens += chunk.namespace.groups.chunk_tokens
+            protection.pages += chunk.page_count
+            self._names += 1
             protected = self._protected.get(chunk)
             if protected is not None:
-                protected.protections += 1
+                protected.protections.append(protection)
                 continue
-            self._protected[chunk] = _ProtectedChunk(1, chunk.page_count)
+            self._protected[chunk] = _ProtectedChunk([protection], chunk.page_count)
             self._charge(chunk, chunk.page_count)
             chunk.leases += 1
 
@@ -200,6 +209,7 @@ class Protections:
         """The protection does not want these chunks any more."""
         for name in wanted:
             protection.wanted.discard(name)
+            self._names -= 1
             protections = self._wanted[name]
             protections.remove(protection)
             if not protections:
@@ -219,6 +229,7 @@ class Protections:
         self._ending.extend(self._live.values())
         self._live.clear()
         self._wanted.clear()
+        self._names = sum([len(each.protected) for each in self._ending])
 
     def forget_lost(self, still_there: Callable[[bytes, int, bytes], tuple[bytes, ...]]) -> None:
         """Forget wanted chunks that no tier has, and end what names nothing any more. A part of them each time, in turns.
@@ -250,21 +261,22 @@ class Protections:
         if not self._ending:
             return 0
         protection = self._ending.popleft()
-        free = [chunk for chunk in protection.protected if self._unprotect(chunk)]
+        free = [chunk for chunk in protection.protected if self._unprotect(chunk, protection)]
+        self._names -= len(protection.protected)
         # The end of a prompt is evicted before its start.
-        self._track([chunk for chunk in reversed(free) if not chunk.detached])
+        self._policy.track([chunk for chunk in reversed(free) if not (chunk.detached or self._policy.tracks(chunk))])
         return max(1, len(protection.protected))
 
-    def _unprotect(self, chunk: Chunk) -> bool:
+    def _unprotect(self, chunk: Chunk, protection: Protection) -> bool:
         """True if no protection names the chunk any more."""
         protected = self._protected[chunk]
-        protected.protections -= 1
+        protected.protections.remove(protection)
         if protected.protections:
             return False
         del self._protected[chunk]
         chunk.leases -= 1
         self._charge(chunk, -protected.pages)
-        self._passed_pages -= protected.passed_pages
+        self._return_to_others(chunk, protected)
         self._trim_displaced()
         return True
 
@@ -273,14 +285,35 @@ class Protections:
     def pass_over(self, chunk: Chunk) -> None:
         """An eviction that would have taken the chunk takes another one, if only protections keep it."""
         protected = self._protected.get(chunk)
-        if protected is not None and chunk.leases == 1 and not chunk.pins and not protected.passed_pages:
+        if protected is not None and chunk.leases == 1 and not chunk.pins and not protected.gone_pages:
             self.passed_over += 1
-            protected.passed_pages = protected.pages
-            self._passed_pages += protected.pages
+            self._displaced[chunk] = protected.pages
+
+    def lend(self, chunks: Iterable[Chunk]) -> Sequence[Chunk]:
+        """Let chunks that are used, but only leased by protections, be unleased until take_back(): the policy gives them a place as any other."""
+        if not self._protected:
+            return ()
+        lent = [each for each in chunks if each.leases == 1 and not each.pins and each in self._protected]
+        for chunk in lent:
+            chunk.leases = 0
+            self._return_to_others(chunk, self._protected[chunk])
+        if lent:
+            self._trim_displaced()
+        return lent
+
+    def take_back(self, lent: Iterable[Chunk]) -> None:
+        for chunk in lent:
+            chunk.leases = 1
+
+    def _return_to_others(self, chunk: Chunk, protected: _ProtectedChunk) -> None:
+        """L1 without protections has the chunk too. _trim_displaced() follows, once for all chunks of a prompt."""
+        self._displaced.pop(chunk, None)
+        self._gone_pages -= protected.gone_pages
+        protected.gone_pages = 0
 
     def evicted(self, name: Name, pages: int) -> None:
         """A chunk was evicted: without protections it would still be there, for now."""
-        if self._passed_pages:
+        if self._displaced or self._gone_pages:
             self.returned(name)
             self._displaced[hash(name)] = pages
             self._displaced_pages += pages
@@ -296,9 +329,13 @@ class Protections:
         return bool(self._displaced) and hash(name) in self._displaced
 
     def _trim_displaced(self) -> None:
-        while self._displaced_pages > self._passed_pages or len(self._displaced) > _MOST_DISPLACED:
-            _, pages = self._displaced.popitem(last=False)
-            self._displaced_pages -= pages
+        while self._displaced_pages > self._gone_pages or len(self._displaced) > _MOST_DISPLACED:
+            oldest, pages = self._displaced.popitem(last=False)
+            if isinstance(oldest, Chunk):
+                self._protected[oldest].gone_pages = pages
+                self._gone_pages += pages
+            else:
+                self._displaced_pages -= pages
 
     # ---- accounting ---------------------------------------------------------------------------
 
@@ -306,16 +343,21 @@ class Protections:
         """AssertionError names what does not balance. Returns the leases of chunks that are not detached. REQUIRES: no deferred work is left."""
         assert not self._ending, "free the chunks of ended protections first"
         named = Counter(chunk for protection in self for chunk in protection.protected)
-        assert named == {chunk: each.protections for chunk, each in self._protected.items()}, (
+        assert named == {chunk: len(each.protections) for chunk, each in self._protected.items()}, (
             "protections are counted wrongly"
         )
         assert all(chunk.ready for chunk in named), "a protection protects a chunk without KV"
+        assert self._names == sum(len(each.protected) + len(each.wanted) for each in self), "names are counted wrongly"
+        assert all(each.pages == sum(chunk.page_count for chunk in each.protected) for each in self), (
+            "a protection's pages are counted wrongly"
+        )
         charged: Counter[ModelUse | None] = Counter()
         for chunk, protected in self._protected.items():
             charged[self._part(chunk.namespace.model)] += protected.pages
         assert charged == +self._charged, "protected pages are counted wrongly"
-        assert self._passed_pages == sum(each.passed_pages for each in self._protected.values())
-        assert self._displaced_pages == sum(self._displaced.values()) <= self._passed_pages
+        assert self._gone_pages == sum(each.gone_pages for each in self._protected.values())
+        evicted = sum(pages for each, pages in self._displaced.items() if not isinstance(each, Chunk))
+        assert self._displaced_pages == evicted <= self._gone_pages, "what protections displaced is counted wrongly"
         wanted = Counter(name for protection in self for name in protection.wanted)
         assert wanted == {name: len(protections) for name, protections in self._wanted.items()}, (
             "a name is wanted wrongly"

@@ -34,11 +34,11 @@ class Space:
         self.pool = pool
         self.policy = policy
         self.index = Index(policy.make_chunk)
-        self.leases = Leases(policy)
+        self.leases = Leases(self._used)
         self.sessions = Sessions(lambda: self.index.chunk_count)
         share_pages = {self.index.model(name): int(share * pool.pages) for name, share in shares.items()}
         self._shares = Shares(share_pages)
-        self.protections = Protections(pool.pages, share_pages, policy.track)
+        self.protections = Protections(pool.pages, share_pages, policy)
         self.evicted_chunks = 0
         self.evicted_pages = 0
         self.cleared_chunks = 0
@@ -58,7 +58,7 @@ class Space:
         self.pins -= len(chunks)
         for chunk in chunks:
             chunk.pins -= 1
-            if chunk.detached or not self.policy.tracks(chunk):
+            if chunk.detached or not (chunk.leases or self.policy.tracks(chunk)):
                 self.free_or_track(chunk)
 
     def clear_namespaces(self, base: bytes = b"") -> int:
@@ -147,7 +147,15 @@ class Space:
         for chunk in chunks:
             if chunk.detached and not chunk.pins:
                 self._free_chunk(chunk)
+        lent = self.protections.lend(chunks)
         self.policy.track(chunks, before)
+        self.protections.take_back(lent)
+
+    def _used(self, chunks: Sequence[Chunk]) -> None:
+        """A request that had found the chunks ended: the first one is the youngest."""
+        lent = self.protections.lend(chunks)
+        self.policy.use(reversed(chunks))
+        self.protections.take_back(lent)
 
     def _free_chunk(self, chunk: Chunk) -> int:
         """Free the pages of all ranks' slots. Returns their number."""

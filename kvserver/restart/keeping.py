@@ -8,14 +8,17 @@ the chunks whose digest is not made in time are dropped, those next to be evicte
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Iterable, Sequence
 
 from kvserver import __version__
 from kvserver._native import HostRegion, digest_objects, pack_chunks
-from kvserver.cache import MOST_PROTECTIONS, Cache, Chunk, Namespace, Protection, split_keys
+from kvserver.cache import MOST_PROTECTIONS, Cache, Chunk, Namespace, Protection, ProtectionEnd, split_keys
 from kvserver.restart.state import DIGEST_BYTES, PROTECTED, KeptNamespace, KeptPin, State
+
+log = logging.getLogger(__name__)
 
 _DIGEST_SECONDS = 10.0
 _NO_DIGEST = bytes(DIGEST_BYTES)
@@ -75,14 +78,21 @@ def pins_of(cache: Cache) -> tuple[KeptPin, ...]:
 
 
 def restore_pins(cache: Cache, pins: Sequence[KeptPin]) -> None:
-    """Begin the pins anew: a chunk that they name is protected once it is adopted, or comes from L2."""
-    for pin in pins[:MOST_PROTECTIONS] if cache.protections.fraction else ():
+    """Begin the pins anew, as many as may live: a chunk that they name is protected once it is adopted, or comes from L2."""
+    protections, left = cache.protections, 0
+    for pin in pins if protections.fraction else ():
         protection = Protection(
             pin.id, pin.owner, pin.namespace, cache.index.model(pin.model_name), pin.deadline, pin.expires_at,
             note=pin.note, kept=True,
         )  # fmt: skip
         names = [(namespace, key) for namespace, keys in pin.keys.items() for (key,) in split_keys(keys)]
-        cache.protections.add(protection, names)
+        if len(protections) < MOST_PROTECTIONS and len(names) <= protections.room_for_names:
+            protections.add(protection, names)
+        else:
+            left += 1
+    protections.ended[ProtectionEnd.NOT_KEPT] += left
+    if left:
+        log.warning("%d pins were not kept: pins name too many chunks", left)
 
 
 def _drop_incomplete(chunks: Iterable[Chunk], namespaces: Iterable[Namespace]) -> None:

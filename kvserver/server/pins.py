@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from msgspec import Struct
 
-from kvserver.cache import MOST_PROTECTIONS, Protection, ProtectionEnd, epoch_of, split_keys, tails_of
+from kvserver.cache import MOST_NAMES, MOST_PROTECTIONS, Protection, ProtectionEnd, epoch_of, split_keys, tails_of
 from kvserver.protocol import KEY_BYTES
 from kvserver.server.upkeep import Upkeep
 
@@ -106,9 +106,10 @@ class Pins:
             return _rejected("too_large", f"the prompt has {request.chunks} chunks, and a pin at most {MOST_CHUNKS}")
         namespace, leading, known = self._search(request)
         if not known and not cache.leading(tails_of(namespace), request.tail_keys(0)):
-            return PinReport(outcome="missing", reason="not_cached: neither L1 nor a tier of files has its beginning")
-        if known - leading > cache.protections.room_for_wanted:
-            return _rejected("too_many", "pins wait for too many chunks of L2 already")
+            text = "not_cached: neither L1 nor a tier of files has its beginning; a prompt of a LoRA must be in L1"
+            return PinReport(outcome="missing", reason=text)
+        if known + request.chunk_blocks > cache.protections.room_for_names:
+            return _rejected("too_many", f"pins may name {MOST_NAMES} chunks together; delete some")
         protection = Protection(
             secrets.token_hex(8), request.owner, namespace, cache.index.model(request.model_name),
             self._upkeep.clock() + request.ttl_seconds, time.time() + request.ttl_seconds,
@@ -122,7 +123,7 @@ class Pins:
             )
         if boundary < leading:
             protection.note = f"no_room: {leading - boundary} chunks of L1 do not fit into --pin-share"
-        elif known < request.chunks:
+        elif known < request.chunks and not protection.note:
             protection.note = f"not_cached: {request.chunks - known} chunks at its end are not there"
         report = self._report(protection)
         log.info("pin %s: %d tokens, %s %s", protection.id, report.tokens, report.outcome, report.reason)
@@ -182,12 +183,16 @@ class Pins:
             tiers=["l1"] * bool(protection.protected) + ["l2"] * bool(left),
             expires_at=round(protection.expires_at, 3),
             ready_in_seconds=None if left else 0.0,
-            reason=f"in_l2: {left} chunks are in L2 alone; each is protected once a request reads it"
-            if left
-            else protection.note,
+            reason=_waits(protection, left) if left else protection.note,
             owner=protection.owner,
             model_name=next((name for name, model in index.models.items() if model is protection.model), ""),
         )
+
+
+def _waits(protection: Protection, left: int) -> str:
+    if protection.kept:
+        return f"kept: L1 lacks {left} chunks after a restart; each is protected once L1 has it again"
+    return f"in_l2: {left} chunks are in L2 alone; each is protected once a request reads it"
 
 
 def _rejected(code: str, text: str) -> PinReport:

@@ -38,6 +38,9 @@ _QUIET_SECONDS = 0.25  # without a message, before the accounting is audited
 _AUDIT_CHUNKS = 4096  # counting more would hold up the loop
 
 
+_MAY_RETURN = ("opening", "unavailable")  # a tier in these states may have more than it shows
+
+
 class Audit(Enum):
     BALANCED = "balanced"
     UNBALANCED = "unbalanced"
@@ -61,6 +64,7 @@ class Upkeep:
     audits: int = 0  # of the accounting
     unbalanced: int = 0  # audits that failed
     _logged_loss: str = ""
+    _tiers_hide_objects: bool = True  # or did at the end of the last step(), whose view of them storage.present() has
     _work_left: bool = False  # the last step() left something to do
     _audited: bool = False  # since the last message
     _audit_after: float = 0.0
@@ -132,8 +136,11 @@ class Upkeep:
         self.kept_l1.tick()
         self.workers.tick()
         self.cache.expire_leases(self.clock())
-        if not (self.kept_l1.adopting or any(tier.state == "opening" for tier in self.storage.tiers.local)):
+        if not (self.kept_l1.adopting or self._tiers_hide_objects or self._hides_objects()):
             self.cache.protections.forget_lost(self.storage.present)
+
+    def _hides_objects(self) -> bool:
+        return any(tier.state in _MAY_RETURN for tier in self.storage.tiers.local)
 
     def seconds_left(self) -> float:
         """Seconds until something is due that no message and no completion announces."""
@@ -143,6 +150,7 @@ class Upkeep:
     def step(self) -> bool:
         """Do a slice of deferred work at the end of a turn. True while there is more to do at once."""
         more = self.cache.step() | self.resync.step() | self.storage.step() | self.kept_l1.step()
+        self._tiers_hide_objects = self._hides_objects()
         for worker in self.stores.step():
             self.workers.unmap_if_idle(worker)
         self._work_left = more or self.stores.waiting > 0

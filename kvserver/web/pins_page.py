@@ -21,6 +21,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from kvserver.protocol import KEY_BYTES
 from kvserver.routing import BadQuery, JsonQuery, MatchPages
 from kvserver.server import MOST_SECONDS, PinReport, PinRequest, Pins
 
@@ -58,6 +59,8 @@ def create(
 
 def _request(match: MatchPages, query: _Pin) -> PinRequest:
     engine, hashes = match.prompt(query)
+    if len({hashes[at : at + KEY_BYTES] for at in range(0, len(hashes), KEY_BYTES)}) < len(hashes) // KEY_BYTES:
+        raise BadQuery(400, "bad_query", "block_hashes has the hash of one block twice")
     groups = engine.object_groups
     return PinRequest(
         namespace=engine.namespace_prefix,

@@ -163,6 +163,7 @@ def test_weights_that_change_in_place_end_the_pins_of_those_before(pressed: Daem
     one, two = make_worker(pressed), make_worker(pressed)
     for worker in (one, two):
         describe(worker, variant="first")
+        worker.round_trip()
     one.store(KEYS, one.blocks_for(len(KEYS)), variant="first")
     pin(pressed)
     describe(one, variant="second")
@@ -329,6 +330,7 @@ def test_without_a_share_there_are_no_pins(make_daemon: MakeDaemon, make_worker:
         ({"tokens": None, "block_hashes": ["zz"]}, 400, None, "bad_hashes"),
         ({"tokens": None, "block_hashes": [7]}, 400, None, "short_hashes"),
         ({"tokens": None, "block_hashes": ["00" * 8]}, 400, None, "short_hashes"),
+        ({"tokens": None, "block_hashes": ["00" * 32, "11" * 32, "00" * 32]}, 400, None, "bad_query"),
         ({"tokens": [-1]}, 400, None, "bad_query"),
         ({"lora_name": "x"}, 400, None, "bad_query"),
         ({"ttl_seconds": 0}, 400, None, "bad_query"),

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
+from random import Random
 
 import pytest
 from hypothesis import given
 from support.properties import Dice, examples, walks
 from support.turns import repeat
 
-from kvserver.cache import POLICIES, Cache, MissReason, PagePool, Protection, ProtectionEnd, one_group
-from kvserver.protocol import KEY_BYTES
+from kvserver.cache import POLICIES, Cache, Groups, MissReason, PagePool, Protection, ProtectionEnd, one_group, tails_of
+from kvserver.protocol import KEY_BYTES, ObjectGroup
+from kvserver.restart.keeping import pins_of, restore_pins
 from unit.cache.small_cache import PAGE, keys
 
 NAMESPACES = {"a": b"a" * 32, "b": b"b" * 32}
@@ -172,38 +174,156 @@ def test_a_protection_that_names_nothing_does_not_begin() -> None:
     audit(cache)
 
 
+def test_a_chunk_that_is_wanted_twice_is_freed_at_the_end() -> None:
+    cache = make()
+    store(cache, "a")
+    protect(cache, "a", "keeper")
+    protect(cache, "a", wanted="hh")
+    audit(cache)
+    end(cache, "p")
+    store(cache, "h")
+    (chunk,) = cache.index.find_chunks(NAMESPACES["a"], keys("h"))
+    assert chunk is not None
+    assert chunk.leases == 0
+    audit(cache)
+
+
+def test_a_clipped_protection_wants_nothing() -> None:
+    cache = make(fraction=0.2)
+    store(cache, "abcd")
+    clipped = protect(cache, "abcdef", wanted="ef")
+    assert clipped is not None
+    assert (clipped.tokens, clipped.wanted) == (2, set())
+    assert protect(cache, "abcdef", "two", wanted="ef").tokens == 2
+    store(cache, "x")
+    assert protect(cache, "xyz", "none", wanted="yz") is None, "nothing fits"
+    assert protect(cache, "yz", "none", wanted="yz") is None, "nothing would fit"
+    audit(cache)
+
+
+def test_a_chunk_that_does_not_fit_ends_the_wish_for_those_behind_it() -> None:
+    cache = make(fraction=0.2)
+    store(cache, "a")
+    protection = protect(cache, "abcd", wanted="bcd")
+    store(cache, "bc")
+    assert protection is not None
+    assert (protection.tokens, protection.wanted) == (2, set())
+    audit(cache)
+
+
+def test_blocks_behind_the_last_chunk_that_do_not_fit_are_noted() -> None:
+    cache = make(fraction=0.2)
+    store(cache, "ab")
+    groups = Groups([ObjectGroup("full", (0,), 1)], 1, 1, tails=True)
+    plan = cache.plan_store(tails_of(NAMESPACES["a"]), groups, keys("xy"), PAGE, model_name="a")
+    cache.finish_store(plan, copied=True)
+    protection = Protection("p", "operator", NAMESPACES["a"], cache.index.model("a"), FOREVER, 0.0)
+    assert cache.protect(protection, keys("ab"), lambda _: keys("xy")) == 2
+    assert protection.note.startswith("no_room: 2 blocks")
+    audit(cache)
+
+
+def test_all_names_of_protections_are_counted_until_their_chunks_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = make()
+    room = cache.protections.room_for_names
+    store(cache, "ab")
+    protect(cache, "abc", wanted="c")
+    protect(cache, "ab", "two")
+    assert room - cache.protections.room_for_names == 5
+    protection = cache.protections.get("p")
+    assert protection is not None
+    cache.protections.end(protection, ProtectionEnd.DELETED)
+    assert room - cache.protections.room_for_names == 4
+    audit(cache)
+    kept = pins_of(cache)
+    other = make()
+    monkeypatch.setattr("kvserver.cache.protections.MOST_NAMES", 1)
+    restore_pins(other, kept)
+    assert (len(other.protections), other.protections.ended[ProtectionEnd.NOT_KEPT]) == (0, 1)
+    monkeypatch.setattr("kvserver.cache.protections.MOST_NAMES", 2)
+    restore_pins(other, kept)
+    assert [each.id for each in other.protections] == ["two"]
+    audit(other)
+
+
+def test_the_end_of_a_protection_does_not_make_its_chunks_younger() -> None:
+    cache = make(4)
+    store(cache, "abcd")
+    protect(cache, "d")
+    end(cache, "p")
+    store(cache, "x")
+    assert resident(cache, "abcd") == "abc"
+
+
 # ---- what it costs others ---------------------------------------------------------------------------
 
 
-def request(cache: Cache, name: str) -> MissReason | None:
-    """Look a prompt of one chunk up as a request does, and store it if it is missed. Returns why it is missed."""
-    outcome = cache.lookup(NAMESPACES["a"], keys(name), PROBE, FOREVER)
+def request(cache: Cache, names: str) -> MissReason | None:
+    """Look a prompt up as a request does, and store what is missed. Returns why its first missed chunk is missed."""
+    outcome = cache.lookup(NAMESPACES["a"], keys(names), PROBE, FOREVER)
     cache.end_lease(PROBE)
-    if outcome.hit_chunks:
+    if outcome.hit_chunks == len(names):
         return None
-    store(cache, name)
+    store(cache, names)
     return outcome.missed[0][0]
 
 
+OTHERS = "abcdefghijklmnopqr"
+
+
+@pytest.mark.parametrize("prompts", [OTHERS, [*OTHERS, *["PQRS"] * 3], [*OTHERS, *["PQRS", "PQ"] * 3]])
 @given(walks(120))
 @examples(60)
-def test_misses_that_pins_caused_are_those_that_l1_without_pins_would_not_have(steps: list[Dice]) -> None:
-    """Least recently used, chunks of one size, pins that nothing else uses: then it is exact."""
+def test_misses_that_pins_caused_are_those_that_l1_without_pins_would_not_have(
+    prompts: list[str], steps: list[Dice]
+) -> None:
+    """Least recently used and chunks of one size: then it is exact, also while the pinned prompt is read."""
     with_pins, without = make(12), make(12)
     for cache in (with_pins, without):
         store(cache, "PQRS")
     protect(with_pins, "PQRS")
-    for name in "abcdefghijkl":  # evictions have passed over all pins
-        for cache in (with_pins, without):
-            store(cache, name)
     for dice in steps:
-        name = dice.choice("abcdefghijklmnopqr")
-        reason, other = request(with_pins, name), request(without, name)
-        assert (reason is MissReason.PINNED_OUT) == (other is None and reason is not None), (name, reason, other)
-    assert with_pins.protections.passed_over == 4
+        names = dice.choice(prompts)
+        reason, other = request(with_pins, names), request(without, names)
+        assert (reason is MissReason.PINNED_OUT) == (other is None and reason is not None), (names, reason, other)
+    audit(with_pins)
     end(with_pins, "p")
     audit(with_pins)
-    assert not any(with_pins.protections.displaced((NAMESPACES["a"], key)) for key in map(keys, "abcdefghijklmnopqr"))
+    assert not any(with_pins.protections.displaced((NAMESPACES["a"], key)) for key in map(keys, OTHERS))
+
+
+@pytest.mark.parametrize("share_of_pinned", [0.0, 0.02, 0.3])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_count_of_misses_that_pins_caused_is_close_with_every_policy(policy: str, share_of_pinned: float) -> None:
+    with_pins, without, source = make(100, policy=policy), make(100, policy=policy), Random(1)
+    prompt = "".join(map(chr, range(0x4E00, 0x4E00 + 30)))
+    for cache in (with_pins, without):
+        store(cache, prompt)
+    protect(with_pins, prompt)
+    counted = caused = 0
+    for _ in range(3000):
+        names = prompt if source.random() < share_of_pinned else chr(0x5E00 + source.randrange(150))
+        reason, other = request(with_pins, names), request(without, names)
+        counted += reason is MissReason.PINNED_OUT
+        caused += reason is not None and other is None
+    assert caused > 300 if not share_of_pinned else caused < 100
+    assert abs(counted - caused) <= 0.02 * caused + 2
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_pinned_prompt_that_is_read_grows_old_and_is_passed_over_again(policy: str) -> None:
+    cache = make(12, policy=policy)
+    store(cache, "PQRS")
+    protect(cache, "PQRS")
+    assert request(cache, "PQRS") is None
+    for name in OTHERS * 2:
+        request(cache, name), request(cache, name)
+    assert cache.protections.passed_over == 4
+    assert request(cache, "PQRS") is None
+    for name in OTHERS * 2:
+        request(cache, name), request(cache, name)
+    assert cache.protections.passed_over == 8
+    audit(cache)
 
 
 # ---- a plain model ----------------------------------------------------------------------------------
