@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import queue
+import random
 import struct
+import sys
+import threading
+from collections.abc import Iterator
 
 import pytest
 from support.kv_chunks import Prompt, Witness, prompt, scheduler
@@ -16,6 +21,7 @@ from kvserver.events import (
     L1Resynced,
     L2Cleared,
     L2Removed,
+    L2Resynced,
     L2Stored,
     ResyncPart,
 )
@@ -171,6 +177,49 @@ def test_what_waits_is_bounded_and_the_oldest_is_dropped(world: SGLang, monkeypa
     world.hub.describe_pages("engine", pages(other))
     world.store(other)
     assert world.announced == [*TEXT.keys[-3:], *other.keys[-3:]]
+
+
+@pytest.fixture
+def busy_threads() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("busy_threads")
+def test_pages_that_are_described_while_the_loop_clears_and_resyncs_disturb_neither(world: SGLang) -> None:
+    waiting: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    failed: list[Exception] = []
+
+    def describe() -> None:
+        try:
+            while (key := waiting.get()) is not None:
+                world.hub.describe_pages("engine", [Description(8, key[-8:], b"", bytes(SIZE * 4), SIZE)])
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=describe)
+    thread.start()
+    try:
+        for number in range(400):
+            world.hub.handle(L2Resynced(7, ResyncPart.BEGIN))
+            for namespace in (random.randbytes(32) for _ in range(4)):
+                key = random.randbytes(32)
+                world.hub.handle(ChunksStored(5, "engine", "m", namespace, key))
+                world.hub.handle(L2Stored(7, namespace, key, 0))
+                waiting.put(key)
+            world.hub.handle(L1Cleared(7, b"" if number % 40 == 0 else b"another"))
+            world.hub.handle(L2Resynced(7, ResyncPart.END))
+    finally:
+        waiting.put(None)
+        thread.join()
+    assert failed == []
+    world.hub.handle(L1Cleared(8, b""))
+    world.hub.handle(L2Cleared(8, b""))
+    world.hub.handle(InstanceDisconnected(8, "engine", "m", died=False))
+    status = world.hub.status()
+    assert (world.announced, status.described_chunks, status.state_bytes) == ([], 0, 0)
 
 
 def test_an_engine_that_disconnects_leaves_nothing_that_waits(world: SGLang) -> None:
