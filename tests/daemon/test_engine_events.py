@@ -526,6 +526,24 @@ def test_sglangs_pages_are_handed_over_with_tokens_and_parents(index, engine):
     assert [page.session_id for page in described[0][1]] == ["", ""]
 
 
+def test_a_fault_in_what_receives_the_pages_does_not_end_the_subscription(index, engine, caplog):
+    described: list[Any] = []
+
+    def fail_twice(name: str, pages: list[Description]) -> None:
+        described.append(pages)
+        if len(described) < 3:
+            raise KeyError(name)
+
+    index.read_pages(fail_twice)
+    index.observe(connected(engine, hash_algorithm=SGLANG_HASH))
+    engine.wait_for_subscriber()
+    for first in (0, 1, 2):
+        engine.publish(sglang_page(first))
+    wait_until(lambda: len(described) == 3, what=f"{described}")
+    wait_for(index, 4)
+    assert [record.exc_info[0] for record in caplog.records] == [KeyError], "only the first is logged"
+
+
 @pytest.mark.parametrize("algorithm", ["sha256", SGLANG_PAIRS_HASH])
 def test_pages_of_vllm_and_of_pairs_are_not_handed_over(index, engine, algorithm):
     described: list[Any] = []
