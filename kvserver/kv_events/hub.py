@@ -83,8 +83,9 @@ class Hub(Subscriber):
         self._hand_over = hand_over
         self._lock = threading.Lock()  # of all below; `hand_over` is called under it
         self._number = 0
-        self._described = Described(memory_bytes)
-        self._pages = Pages()
+        self._memory_bytes = memory_bytes
+        self._pages = Pages(memory_bytes // 8)
+        self._described = Described(memory_bytes, lambda: self._pages.bytes)
         self.reads_pages = False  # engines' own events are read for descriptions; set before the first event
         # Named since BEGIN, by tier, namespace and group; of tiers whose resync runs.
         self._confirmed: dict[Tier, dict[bytes, dict[int, set[bytes]]]] = {}
@@ -116,7 +117,8 @@ class Hub(Subscriber):
                 scheduler = event.description
                 self._readers.add(scheduler.instance_id)
                 with self._lock:
-                    if self.reads_pages and scheduler.hash_algorithm == SGLANG_HASH and len(event.object_groups) <= 1:
+                    of_sglang = scheduler.hash_algorithm == SGLANG_HASH and len(event.object_groups) <= 1
+                    if self.reads_pages and scheduler.events_endpoint and of_sglang:
                         self._pages.follow(scheduler.instance_id)
                     shape = event.chunk_blocks, event.block_tokens, event.object_groups
                     self._publish(ReaderConnected, event.time_ns, scheduler, event.namespace_prefix, *shape)
@@ -163,7 +165,7 @@ class Hub(Subscriber):
         return KVEventsStatus(
             events=self._number,
             described_chunks=self._described.count,
-            state_bytes=self._described.bytes,
+            state_bytes=self._described.bytes + self._pages.bytes,
             unannounced={
                 reason.value: self._unannounced[reason] + self._pages.undescribed * (reason is Unannounced.UNDESCRIBED)
                 for reason in Unannounced
@@ -364,7 +366,8 @@ class Hub(Subscriber):
         with self._lock:
             places: list[Place] = []
             for page in pages:
-                if (place := self._pages.chunk_of(instance_id, page)) is not None:
+                free_bytes = self._memory_bytes - self._described.bytes
+                if (place := self._pages.chunk_of(instance_id, page, free_bytes)) is not None:
                     self._described.expect(place.namespace, place.group.first, place.key, page)
                     places.append(place)
             for (namespace, group), run in groupby(places, key=lambda place: place[:2]):

@@ -61,9 +61,13 @@ class EngineStream:
         blocks: EngineBlocks,
         groups: Sequence[int],
         describe: Callable[[list[Description]], None] | None = None,
+        page_tokens: int = 1,
     ) -> None:
-        """`groups`: the KV cache groups whose blocks are read, one for each owner of `blocks`. `describe` receives SGLang's pages."""
+        """`groups`: the KV cache groups whose blocks are read, one for each owner of `blocks`. `describe` receives SGLang's pages
+        of `page_tokens` tokens.
+        """
         self._describe = describe
+        self._page_tokens = page_tokens
         self._blocks = blocks
         self._groups = groups
         self._last: int | None = None
@@ -106,7 +110,7 @@ class EngineStream:
     def _describe_pages(self, payload: bytes) -> None:
         """Hand over the pages of a batch. An exception costs their descriptions, and only the first is logged."""
         try:
-            if self._describe is not None and (pages := pages_of(payload)):
+            if self._describe is not None and (pages := pages_of(payload, self._page_tokens)):
                 self._describe(pages)
         except Exception:
             if not self._undescribed_batches:

@@ -47,14 +47,20 @@ def pages(of: Prompt) -> list[Description]:
 class SGLang:
     """A hub that knows the engine, and a witness of its events."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory_bytes: int = 1 << 30) -> None:
         self.witness = Witness()
-        self.hub = Hub(1 << 30, self.witness.observe)
+        self.hub = Hub(memory_bytes, self.witness.observe)
         self.hub.reads_pages = True
         self.connect("engine")
 
-    def connect(self, name: str, algorithm: str = SGLANG_HASH, groups: tuple[ObjectGroup, ...] = ()) -> None:
-        described = scheduler(name, hash_algorithm=algorithm)
+    def connect(
+        self,
+        name: str,
+        algorithm: str = SGLANG_HASH,
+        groups: tuple[ObjectGroup, ...] = (),
+        endpoint: str = "tcp://127.0.0.1:1",
+    ) -> None:
+        described = scheduler(name, hash_algorithm=algorithm, events_endpoint=endpoint)
         self.hub.handle(InstanceDescribed(1, described, HERE, 1, SIZE, groups))
 
     def store(self, of: Prompt, namespace: bytes = HERE, instance: str = "engine") -> None:
@@ -149,19 +155,20 @@ def test_another_engines_pages_describe_nothing_of_this_ones(world: SGLang) -> N
 
 
 @pytest.mark.parametrize(
-    ("reads", "algorithm", "groups"),
+    ("reads", "algorithm", "groups", "endpoint"),
     [
-        (False, SGLANG_HASH, ()),
-        (True, SGLANG_PAIRS_HASH, ()),
-        (True, "sha256", ()),
-        (True, SGLANG_HASH, (ObjectGroup("full", (0,), SIZE), ObjectGroup("window", (1,), SIZE, tokens=9))),
+        (False, SGLANG_HASH, (), "ipc:///x"),
+        (True, SGLANG_HASH, (), ""),
+        (True, SGLANG_PAIRS_HASH, (), "ipc:///x"),
+        (True, "sha256", (), "ipc:///x"),
+        (True, SGLANG_HASH, (ObjectGroup("full", (0,), SIZE), ObjectGroup("window", (1,), SIZE, tokens=9)), "ipc:///x"),
     ],
 )
 def test_pages_are_kept_only_where_they_are_wanted_and_name_the_chunks_of_one_group(
-    world: SGLang, reads: bool, algorithm: str, groups: tuple[ObjectGroup, ...]
+    world: SGLang, reads: bool, algorithm: str, groups: tuple[ObjectGroup, ...], endpoint: str
 ) -> None:
     world.hub.reads_pages = reads
-    world.connect("another", algorithm, groups)
+    world.connect("another", algorithm, groups, endpoint)
     world.hub.describe_pages("another", pages(TEXT))
     world.store(TEXT, instance="another")
     assert (world.announced, world.undescribed) == ([], len(TEXT.keys))
@@ -177,6 +184,27 @@ def test_what_waits_is_bounded_and_the_oldest_is_dropped(world: SGLang, monkeypa
     world.hub.describe_pages("engine", pages(other))
     world.store(other)
     assert world.announced == [*TEXT.keys[-3:], *other.keys[-3:]]
+
+
+def test_pages_that_wait_use_an_eighth_of_the_memory_and_no_more_than_is_free() -> None:
+    size = pages(TEXT)[1].size
+    world = SGLang(8 * size)
+    world.hub.describe_pages("engine", pages(TEXT))
+    assert size - 8 <= world.hub.status().state_bytes <= size, "one page"
+    world.store(TEXT)
+    assert world.announced == TEXT.keys[-1:]
+    for page in pages(TEXT):
+        world.hub.describe_pages("engine", [page])
+    assert world.announced == TEXT.keys[-1:] + TEXT.keys[:-1]
+    assert 7 * size < world.hub.status().state_bytes <= 8 * size
+    other = pages(prompt(*range(100, 132), chunk_blocks=1))
+    world.hub.describe_pages("engine", other)
+    assert world.hub.status().state_bytes <= 8 * size
+    world.evict(*TEXT.keys)
+    world.hub.describe_pages("engine", [*other, *other])
+    assert world.hub.status().state_bytes == other[-1].size
+    world.hub.handle(InstanceDisconnected(8, "engine", "m", died=True))
+    assert world.hub.status().state_bytes == 0
 
 
 @pytest.fixture
@@ -229,3 +257,5 @@ def test_an_engine_that_disconnects_leaves_nothing_that_waits(world: SGLang) -> 
     world.connect("engine")
     world.store(TEXT)
     assert world.announced == []
+    world.hub.handle(InstanceDisconnected(8, "engine", "m", died=True))
+    assert world.undescribed == len(TEXT.keys)
