@@ -75,7 +75,7 @@ class Observability:
         self.needs_contents = settings.kv_events == "on" or bool(
             settings.kv_events_endpoint or settings.kv_events_file or self.observers.foreign
         )
-        if self.needs_contents:  # SGLang's stores cannot: its own events do
+        if self.needs_contents and settings.engine_kv_events == "auto":  # SGLang's stores cannot: its own events do
             self.hub.reads_pages = True
             self.index.read_pages(self.hub.describe_pages)
         # Each event reaches `explain` before the traces, whose spans show what it knows.

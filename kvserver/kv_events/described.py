@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import enum
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 import msgspec
@@ -42,9 +42,10 @@ class Unannounced(enum.Enum):
 class Described:
     """Described objects and waiting descriptions. REQUIRES: one lock around all calls but objects()."""
 
-    def __init__(self, memory_bytes: int) -> None:
-        """`memory_bytes`: most for descriptions."""
+    def __init__(self, memory_bytes: int, used_elsewhere: Callable[[], int] = lambda: 0) -> None:
+        """`memory_bytes`: most for descriptions. `used_elsewhere`: bytes of it that descriptions elsewhere use."""
         self._limit = memory_bytes
+        self._used_elsewhere = used_elsewhere
         self.resident = ResidentChunks()
         self._expected: OrderedDict[_Name, Description] = OrderedDict()  # of chunks that are not READY yet
         self._expected_bytes = 0
@@ -164,4 +165,4 @@ class Described:
     def _has_room(self, description: Description, tier: Tier = Tier.L1) -> bool:
         if tier is Tier.L2 and self._l2_bytes + description.size > self._limit // 2:
             return False
-        return self.bytes + description.size <= self._limit
+        return self.bytes + self._used_elsewhere() + description.size <= self._limit

@@ -83,8 +83,9 @@ class Hub(Subscriber):
         self._hand_over = hand_over
         self._lock = threading.Lock()  # of all below; `hand_over` is called under it
         self._number = 0
-        self._described = Described(memory_bytes)
-        self._pages = Pages()
+        self._memory_bytes = memory_bytes
+        self._pages = Pages(memory_bytes // 8)
+        self._described = Described(memory_bytes, lambda: self._pages.bytes)
         self.reads_pages = False  # engines' own events are read for descriptions; set before the first event
         # Named since BEGIN, by tier, namespace and group; of tiers whose resync runs.
         self._confirmed: dict[Tier, dict[bytes, dict[int, set[bytes]]]] = {}
@@ -116,7 +117,8 @@ class Hub(Subscriber):
                 scheduler = event.description
                 self._readers.add(scheduler.instance_id)
                 with self._lock:
-                    if self.reads_pages and scheduler.hash_algorithm == SGLANG_HASH and len(event.object_groups) <= 1:
+                    of_sglang = scheduler.hash_algorithm == SGLANG_HASH and len(event.object_groups) <= 1
+                    if self.reads_pages and scheduler.events_endpoint and of_sglang:
                         self._pages.follow(scheduler.instance_id)
                     shape = event.chunk_blocks, event.block_tokens, event.object_groups
                     self._publish(ReaderConnected, event.time_ns, scheduler, event.namespace_prefix, *shape)
@@ -163,7 +165,7 @@ class Hub(Subscriber):
         return KVEventsStatus(
             events=self._number,
             described_chunks=self._described.count,
-            state_bytes=self._described.bytes,
+            state_bytes=self._described.bytes + self._pages.bytes,
             unannounced={
                 reason.value: self._unannounced[reason] + self._pages.undescribed * (reason is Unannounced.UNDESCRIBED)
                 for reason in Unannounced
@@ -274,10 +276,11 @@ class Hub(Subscriber):
                     self._pages.left(namespace, part)
                 else:
                     self._pages.in_l2(namespace, part, stored=False)
-        for number, confirmed in self._confirmed.get(tier, {}).get(namespace, {}).items():
-            if number == group or (group is None and number >= 0):
-                confirmed.difference_update(keys)
-        described = list(self._described.resident.places.get((tier, namespace), ()))
+        with self._lock:
+            for number, confirmed in self._confirmed.get(tier, {}).get(namespace, {}).items():
+                if number == group or (group is None and number >= 0):
+                    confirmed.difference_update(keys)
+            described = list(self._described.resident.places.get((tier, namespace), ()))
         for number in [number for number in described if number >= 0] if group is None else [group]:
             self._remove(tier, time_ns, namespace, number, keys)
 
@@ -285,10 +288,11 @@ class Hub(Subscriber):
         with self._lock:
             self._hand_over(KeysCleared(tier, prefix))
             self._pages.cleared(tier, prefix)
-        if tier in self._confirmed:
-            kept = {space: keys for space, keys in self._confirmed[tier].items() if not space.startswith(prefix)}
-            self._confirmed[tier] = kept
-        for namespace, group, keys in self._keys(tier, prefix):
+            if tier in self._confirmed:
+                kept = {space: keys for space, keys in self._confirmed[tier].items() if not space.startswith(prefix)}
+                self._confirmed[tier] = kept
+            described = self._keys(tier, prefix)
+        for namespace, group, keys in described:
             self._remove(tier, time_ns, namespace, group, keys)
 
     def _remove(self, tier: Tier, time_ns: int, namespace: bytes, group: int, keys: Sequence[bytes]) -> None:
@@ -303,7 +307,10 @@ class Hub(Subscriber):
                     self._publish(KVRemoved, time_ns, Tier.L2, namespace, tuple(trimmed))
 
     def _keys(self, tier: Tier, prefix: bytes = b"") -> list[tuple[bytes, int, list[bytes]]]:
-        """The tier's namespaces whose id begins with `prefix`, and by groups the keys of their described objects."""
+        """The tier's namespaces whose id begins with `prefix`, and by groups the keys of their described objects.
+
+        REQUIRES: the lock is held.
+        """
         return [
             (space, group, list(chunks))
             for (at, space), groups in self._described.resident.places.items()
@@ -315,8 +322,8 @@ class Hub(Subscriber):
         tier = Tier.L1 if isinstance(event, L1Resynced) else Tier.L2
         match event.part:
             case ResyncPart.BEGIN:
-                self._confirmed[tier] = {}
                 with self._lock:
+                    self._confirmed[tier] = {}
                     self._hand_over(KeysCleared(tier, b""))
                     self._pages.cleared(tier, b"")
             case ResyncPart.SLICE:
@@ -325,11 +332,13 @@ class Hub(Subscriber):
                 else:
                     self._store_l2(event.time_ns, event.namespace, event.group, event.keys)
             case ResyncPart.END if tier in self._confirmed:
-                for namespace, group, keys in self._keys(tier):
-                    confirmed = self._confirmed[tier].get(namespace, {}).get(group, set())
-                    gone = [key for key in keys if key not in confirmed]
+                with self._lock:
+                    confirmed = self._confirmed.pop(tier)
+                    described = self._keys(tier)
+                for namespace, group, keys in described:
+                    named = confirmed.get(namespace, {}).get(group, set())
+                    gone = [key for key in keys if key not in named]
                     self._remove(tier, event.time_ns, namespace, group, gone)
-                del self._confirmed[tier]
                 self._resyncs += 1
 
     # ---- descriptions -------------------------------------------------------------------------
@@ -357,7 +366,8 @@ class Hub(Subscriber):
         with self._lock:
             places: list[Place] = []
             for page in pages:
-                if (place := self._pages.chunk_of(instance_id, page)) is not None:
+                free_bytes = self._memory_bytes - self._described.bytes
+                if (place := self._pages.chunk_of(instance_id, page, free_bytes)) is not None:
                     self._described.expect(place.namespace, place.group.first, place.key, page)
                     places.append(place)
             for (namespace, group), run in groupby(places, key=lambda place: place[:2]):

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeAlias
 from kvserver.cache import GroupObjects
 from kvserver.kv_events.types import Description, Tier
 
-_MOST = 8192  # pages that wait for their chunk, and chunks that wait for their page
+_MOST = 8192  # pages that wait for their chunk, and chunks that wait for their page, of all engines
 _NAME_BYTES = 8  # of a page
 _Name: TypeAlias = tuple[str, bytes]  # instance id, page
 
@@ -31,7 +31,10 @@ class Place(NamedTuple):
 
 
 class Pages:
-    def __init__(self) -> None:
+    def __init__(self, most_bytes: int) -> None:
+        """`most_bytes`: of the pages that wait."""
+        self._most_bytes = most_bytes
+        self.bytes = 0  # of the pages that wait
         self._engines: set[str] = set()
         self._pages: OrderedDict[_Name, Description] = OrderedDict()
         self._chunks: OrderedDict[_Name, Place] = OrderedDict()
@@ -44,26 +47,35 @@ class Pages:
     def forget(self, instance_id: str) -> None:
         if instance_id in self._engines:
             self._engines.remove(instance_id)
-            for waiting in (self._pages, self._chunks):
-                for name in [name for name in waiting if name[0] == instance_id]:
-                    del waiting[name]
+            for name in [name for name in self._pages if name[0] == instance_id]:
+                self._pop(name)
+            for name in [name for name in self._chunks if name[0] == instance_id]:
+                del self._chunks[name]
+                self.undescribed += 1
 
     def __contains__(self, instance_id: str) -> bool:
         return instance_id in self._engines
 
     def page_of(self, instance_id: str, key: bytes) -> Description | None:
         """The page that waited for this chunk."""
-        return self._pages.pop((instance_id, key[-_NAME_BYTES:]), None)
+        return self._pop((instance_id, key[-_NAME_BYTES:]))
 
-    def chunk_of(self, instance_id: str, page: Description) -> Place | None:
-        """The chunk that waited for this page. Without one the page waits."""
+    def _pop(self, name: _Name) -> Description | None:
+        page = self._pages.pop(name, None)
+        self.bytes -= page.size if page is not None else 0
+        return page
+
+    def chunk_of(self, instance_id: str, page: Description, free_bytes: int) -> Place | None:
+        """The chunk that waited for this page. Without one the page waits. `free_bytes`: most for all pages that wait."""
         name = instance_id, page.hashes
         if instance_id not in self._engines:
             return None
         if (place := self._chunks.pop(name, None)) is None:
+            self._pop(name)
             self._pages[name] = page
-            if len(self._pages) > _MOST:
-                self._pages.popitem(last=False)
+            self.bytes += page.size
+            while len(self._pages) > _MOST or self.bytes > min(self._most_bytes, free_bytes):
+                self._pop(next(iter(self._pages)))
         return place
 
     def wait(self, instance_id: str, namespace: bytes, group: GroupObjects, keys: Sequence[bytes]) -> None:

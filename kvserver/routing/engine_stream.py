@@ -10,6 +10,7 @@ Owns: the sequence, and lost batches. Refuses to know: sockets.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 
@@ -18,6 +19,7 @@ from kvserver.kv_events import Description
 from kvserver.protocol.kv_status import EngineEventsStatus
 from kvserver.routing.engine_wire import Change, EngineBatch, decode, pages_of
 
+log = logging.getLogger(__name__)
 FOLLOWING = ("waiting", "complete", "incomplete")  # the states of a stream that is being read
 
 
@@ -59,9 +61,13 @@ class EngineStream:
         blocks: EngineBlocks,
         groups: Sequence[int],
         describe: Callable[[list[Description]], None] | None = None,
+        page_tokens: int = 1,
     ) -> None:
-        """`groups`: the KV cache groups whose blocks are read, one for each owner of `blocks`. `describe` receives SGLang's pages."""
+        """`groups`: the KV cache groups whose blocks are read, one for each owner of `blocks`. `describe` receives SGLang's pages
+        of `page_tokens` tokens.
+        """
         self._describe = describe
+        self._page_tokens = page_tokens
         self._blocks = blocks
         self._groups = groups
         self._last: int | None = None
@@ -70,6 +76,7 @@ class EngineStream:
         self._batches = 0
         self._restarts = 0
         self._lost_gaps = 0
+        self._undescribed_batches = 0
         self.malformed = 0
 
     @property
@@ -97,9 +104,20 @@ class EngineStream:
             self._lose()
         else:
             self._apply_changes(batch)
-            if self._describe is not None and (pages := pages_of(payload)):
-                self._describe(pages)
+            self._describe_pages(payload)
         return True
+
+    def _describe_pages(self, payload: bytes) -> None:
+        """Hand over the pages of a batch. An exception costs their descriptions, and only the first is logged."""
+        try:
+            if self._describe is not None and (pages := pages_of(payload, self._page_tokens)):
+                self._describe(pages)
+        except Exception:
+            if not self._undescribed_batches:
+                log.exception(
+                    "the pages of a batch of KV events are not described; further such batches are not logged"
+                )
+            self._undescribed_batches += 1
 
     def _apply_changes(self, batch: EngineBatch) -> None:
         self._last_time = batch.time

@@ -71,7 +71,7 @@ class EngineSubscription:
         self.blocks = EngineBlocks(index, len(groups))
         of_sglang = not members and scheduler.hash_algorithm == SGLANG_HASH
         pages = partial(describe, scheduler.instance_id) if describe is not None and of_sglang else None
-        self._stream = EngineStream(self.blocks, groups, pages)
+        self._stream = EngineStream(self.blocks, groups, pages, scheduler.hash_block_tokens)
         self._context = context
         self._topic = scheduler.events_topic.encode()
         self._replay_endpoint = scheduler.events_replay_endpoint

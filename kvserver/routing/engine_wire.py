@@ -82,8 +82,8 @@ class _Page(msgspec.Struct, tag="BlockStored"):
     """SGLang's. Token ids that are pairs are not decoded."""
 
     block_hashes: list[int]
-    token_ids: list[Annotated[int, Meta(ge=0, lt=1 << 32)]]
-    block_size: Annotated[int, Meta(gt=0)]
+    token_ids: Raw
+    block_size: int
     parent_block_hash: int | None = None
     medium: str | None = None
     cache_salt: str | None = None
@@ -100,6 +100,8 @@ _batches = msgspec.msgpack.Decoder(_Batch)
 _maps = msgspec.msgpack.Decoder(_Stored | _Removed | _Cleared)
 _arrays = msgspec.msgpack.Decoder(_StoredArray | _RemovedArray | _ClearedArray)
 _pages = msgspec.msgpack.Decoder(_Page | _Removed | _Cleared)
+_token_ids = msgspec.msgpack.Decoder(list[Annotated[int, Meta(ge=0, lt=1 << 32)]])
+_MOST_ENCODED = 5  # bytes of a token id, and of the length of an array
 _UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 
 
@@ -118,24 +120,31 @@ def decode(payload: bytes, groups: Sequence[int]) -> EngineBatch | None:
     return batch
 
 
-def pages_of(payload: bytes) -> list[Description]:
-    """The pages of SGLang's GPU memory that a batch describes. Of a salt or a LoRA SGLang publishes other hashes than its keys."""
+def pages_of(payload: bytes, page_tokens: int) -> list[Description]:
+    """The pages of `page_tokens` tokens in SGLang's GPU memory that a batch describes.
+
+    Of a salt or a LoRA SGLang publishes other hashes than its keys.
+    """
     found: list[Description] = []
     with contextlib.suppress(*_UNREADABLE):
         for raw in _batches.decode(payload).events:
             with contextlib.suppress(*_UNREADABLE):
                 event = _pages.decode(raw)
-                if isinstance(event, _Page) and event.medium in (None, "GPU"):
+                if isinstance(event, _Page) and event.medium in (None, "GPU") and event.block_size == page_tokens:
                     found += _described(event)
     return found
 
 
 def _described(event: _Page) -> list[Description]:
     size, names = event.block_size, _last_bytes([*event.block_hashes])
-    if event.cache_salt or event.lora_name or len(event.token_ids) != size * len(event.block_hashes):
+    count = size * len(event.block_hashes)
+    if event.cache_salt or event.lora_name or len(memoryview(event.token_ids)) > _MOST_ENCODED * (count + 1):
+        return []
+    token_ids = _token_ids.decode(event.token_ids)
+    if len(token_ids) != count:
         return []
     session = event.session_id if event.session_id and len(event.session_id) <= MAX_SESSION_ID else ""
-    tokens = array("I", event.token_ids).tobytes()
+    tokens = array("I", token_ids).tobytes()
     parents = _last_bytes([event.parent_block_hash] if event.parent_block_hash is not None else [])
     chain = [parents, *(names[at : at + _NAME] for at in range(0, len(names), _NAME))]
     width = size * TOKEN_BYTES

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import tempfile
+import time
 from array import array
 from collections.abc import Iterator
 from itertools import pairwise
@@ -177,6 +178,18 @@ def follow(consumer: Subscriber, hashes: list[str], medium: str = "CPU_PINNED") 
     consumer.follow(lambda: consumer.blocks.resident == expected, 60)
 
 
+def wait_for_subscription(stage: Stage, subscriber: Subscriber) -> None:
+    """SGLang drops the batches that it publishes before a subscriber has joined."""
+    publisher = stage.publisher
+    assert publisher is not None
+
+    def receives() -> bool:
+        publisher.publish(KVEventBatch(ts=time.time(), events=[]))
+        return subscriber.receive(20) is not None
+
+    wait_until(receives, 20, "the subscription")
+
+
 def test_a_consumer_of_sglangs_events_reads_the_pages_of_l1_as_sglang_publishes_its_own(
     model: Path, sockets: str, consumer: Subscriber
 ) -> None:
@@ -188,6 +201,7 @@ def test_a_consumer_of_sglangs_events_reads_the_pages_of_l1_as_sglang_publishes_
         daemon.start()
         stage = Stage(str(model), daemon.endpoint, kv_events=own)
         stage.wait_for_daemon(daemon)
+        wait_for_subscription(stage, engine)
         salted = RadixKey(array("q", TOKENS[: 2 * PAGE]), cache_salt="a salt")
         stage.tree.insert(InsertParams(key=salted, value=stage.allocator.alloc(2 * PAGE)))
         for pages in (3, 9):

@@ -66,9 +66,9 @@ def run(half: TimedHalf, seconds: float, own_work_seconds: float = 5.0) -> tuple
 
 
 def test_a_load_behind_a_running_step_has_its_own_time_and_states_only_that() -> None:
-    end, seconds = run(TimedHalf(queued=0.3, copying=0.05), seconds=0.2)
+    end, seconds = run(TimedHalf(queued=1.0, copying=0.05), seconds=0.9)
     assert end is LoadEnd.LOADED
-    assert 0.04 < seconds < 0.3, "not the time behind the step, which is 0.3"
+    assert 0.04 < seconds < 1.0, "not the time behind the step, which is 1.0"
 
 
 def test_a_copy_that_takes_too_long_has_failed() -> None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import queue
+import random
 import struct
+import sys
+import threading
+from collections.abc import Iterator
 
 import pytest
 from support.kv_chunks import Prompt, Witness, prompt, scheduler
@@ -16,6 +21,7 @@ from kvserver.events import (
     L1Resynced,
     L2Cleared,
     L2Removed,
+    L2Resynced,
     L2Stored,
     ResyncPart,
 )
@@ -41,14 +47,20 @@ def pages(of: Prompt) -> list[Description]:
 class SGLang:
     """A hub that knows the engine, and a witness of its events."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory_bytes: int = 1 << 30) -> None:
         self.witness = Witness()
-        self.hub = Hub(1 << 30, self.witness.observe)
+        self.hub = Hub(memory_bytes, self.witness.observe)
         self.hub.reads_pages = True
         self.connect("engine")
 
-    def connect(self, name: str, algorithm: str = SGLANG_HASH, groups: tuple[ObjectGroup, ...] = ()) -> None:
-        described = scheduler(name, hash_algorithm=algorithm)
+    def connect(
+        self,
+        name: str,
+        algorithm: str = SGLANG_HASH,
+        groups: tuple[ObjectGroup, ...] = (),
+        endpoint: str = "tcp://127.0.0.1:1",
+    ) -> None:
+        described = scheduler(name, hash_algorithm=algorithm, events_endpoint=endpoint)
         self.hub.handle(InstanceDescribed(1, described, HERE, 1, SIZE, groups))
 
     def store(self, of: Prompt, namespace: bytes = HERE, instance: str = "engine") -> None:
@@ -143,19 +155,20 @@ def test_another_engines_pages_describe_nothing_of_this_ones(world: SGLang) -> N
 
 
 @pytest.mark.parametrize(
-    ("reads", "algorithm", "groups"),
+    ("reads", "algorithm", "groups", "endpoint"),
     [
-        (False, SGLANG_HASH, ()),
-        (True, SGLANG_PAIRS_HASH, ()),
-        (True, "sha256", ()),
-        (True, SGLANG_HASH, (ObjectGroup("full", (0,), SIZE), ObjectGroup("window", (1,), SIZE, tokens=9))),
+        (False, SGLANG_HASH, (), "ipc:///x"),
+        (True, SGLANG_HASH, (), ""),
+        (True, SGLANG_PAIRS_HASH, (), "ipc:///x"),
+        (True, "sha256", (), "ipc:///x"),
+        (True, SGLANG_HASH, (ObjectGroup("full", (0,), SIZE), ObjectGroup("window", (1,), SIZE, tokens=9)), "ipc:///x"),
     ],
 )
 def test_pages_are_kept_only_where_they_are_wanted_and_name_the_chunks_of_one_group(
-    world: SGLang, reads: bool, algorithm: str, groups: tuple[ObjectGroup, ...]
+    world: SGLang, reads: bool, algorithm: str, groups: tuple[ObjectGroup, ...], endpoint: str
 ) -> None:
     world.hub.reads_pages = reads
-    world.connect("another", algorithm, groups)
+    world.connect("another", algorithm, groups, endpoint)
     world.hub.describe_pages("another", pages(TEXT))
     world.store(TEXT, instance="another")
     assert (world.announced, world.undescribed) == ([], len(TEXT.keys))
@@ -173,6 +186,70 @@ def test_what_waits_is_bounded_and_the_oldest_is_dropped(world: SGLang, monkeypa
     assert world.announced == [*TEXT.keys[-3:], *other.keys[-3:]]
 
 
+def test_pages_that_wait_use_an_eighth_of_the_memory_and_no_more_than_is_free() -> None:
+    size = pages(TEXT)[1].size
+    world = SGLang(8 * size)
+    world.hub.describe_pages("engine", pages(TEXT))
+    assert size - 8 <= world.hub.status().state_bytes <= size, "one page"
+    world.store(TEXT)
+    assert world.announced == TEXT.keys[-1:]
+    for page in pages(TEXT):
+        world.hub.describe_pages("engine", [page])
+    assert world.announced == TEXT.keys[-1:] + TEXT.keys[:-1]
+    assert 7 * size < world.hub.status().state_bytes <= 8 * size
+    other = pages(prompt(*range(100, 132), chunk_blocks=1))
+    world.hub.describe_pages("engine", other)
+    assert world.hub.status().state_bytes <= 8 * size
+    world.evict(*TEXT.keys)
+    world.hub.describe_pages("engine", [*other, *other])
+    assert world.hub.status().state_bytes == other[-1].size
+    world.hub.handle(InstanceDisconnected(8, "engine", "m", died=True))
+    assert world.hub.status().state_bytes == 0
+
+
+@pytest.fixture
+def busy_threads() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("busy_threads")
+def test_pages_that_are_described_while_the_loop_clears_and_resyncs_disturb_neither(world: SGLang) -> None:
+    waiting: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    failed: list[Exception] = []
+
+    def describe() -> None:
+        try:
+            while (key := waiting.get()) is not None:
+                world.hub.describe_pages("engine", [Description(8, key[-8:], b"", bytes(SIZE * 4), SIZE)])
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=describe)
+    thread.start()
+    try:
+        for number in range(400):
+            world.hub.handle(L2Resynced(7, ResyncPart.BEGIN))
+            for namespace in (random.randbytes(32) for _ in range(4)):
+                key = random.randbytes(32)
+                world.hub.handle(ChunksStored(5, "engine", "m", namespace, key))
+                world.hub.handle(L2Stored(7, namespace, key, 0))
+                waiting.put(key)
+            world.hub.handle(L1Cleared(7, b"" if number % 40 == 0 else b"another"))
+            world.hub.handle(L2Resynced(7, ResyncPart.END))
+    finally:
+        waiting.put(None)
+        thread.join()
+    assert failed == []
+    world.hub.handle(L1Cleared(8, b""))
+    world.hub.handle(L2Cleared(8, b""))
+    world.hub.handle(InstanceDisconnected(8, "engine", "m", died=False))
+    status = world.hub.status()
+    assert (world.announced, status.described_chunks, status.state_bytes) == ([], 0, 0)
+
+
 def test_an_engine_that_disconnects_leaves_nothing_that_waits(world: SGLang) -> None:
     world.hub.describe_pages("engine", pages(TEXT)[:4])
     world.hub.handle(InstanceDisconnected(8, "engine", "m", died=True))
@@ -180,3 +257,5 @@ def test_an_engine_that_disconnects_leaves_nothing_that_waits(world: SGLang) -> 
     world.connect("engine")
     world.store(TEXT)
     assert world.announced == []
+    world.hub.handle(InstanceDisconnected(8, "engine", "m", died=True))
+    assert world.undescribed == len(TEXT.keys)
