@@ -74,7 +74,7 @@ class Pages:
             self._pop(name)
             self._pages[name] = page
             self.bytes += page.size
-            while len(self._pages) > _MOST or self.bytes > min(self._most_bytes, free_bytes):
+            while self._pages and (len(self._pages) > _MOST or self.bytes > min(self._most_bytes, free_bytes)):
                 self._pop(next(iter(self._pages)))
         return place
 
