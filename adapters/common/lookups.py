@@ -59,7 +59,7 @@ class Lookups:
         self._answers_at_once = answers_at_once
         self._counters = counters
         self._timeout_seconds = settings.lookup_timeout_ms / 1000
-        self._poll_seconds = self.seconds_left = settings.lookup_poll_ms / 1000  # `seconds_left`: of this pass
+        self.poll_seconds = self.seconds_left = settings.lookup_poll_ms / 1000  # `seconds_left`: of this pass
         self._age_seconds = self._longest_age = settings.lookup_age_ms / 1000
         self._waiting: dict[Question, tuple[Lookup, TailOf]] = {}  # for a place in the queue, the oldest first
         self._in_flight: dict[Question, int] = {}  # the messages' numbers
@@ -78,7 +78,7 @@ class Lookups:
 
     def next_pass(self) -> None:
         """A scheduler pass ends. Lookups that wait are sent, the oldest first."""
-        self.seconds_left = self._poll_seconds
+        self.seconds_left = self.poll_seconds
         self._full = self._received = False
         self._send_waiting()
 

@@ -8,7 +8,8 @@ A pass has one bound for the time in which lookups are begun and answers are wai
 SGLang asks about first go first. Once the time is used up no lookup begins: others have no hit yet, and go in a later pass.
 
 Some of SGLang's policies ask about all waiting requests first, and about those that are admitted once more. Then only the second
-question waits for its answer: until then the time is for more lookups.
+question waits for its answer: until then the time is for more lookups. A pass that admits no request asks once, as other policies do.
+So a first question leaves half of the time to begin other lookups.
 
 Owns: the remembered answers. Refuses to know: SGLang's transfers, and the wire (`lookups`).
 """
@@ -52,6 +53,10 @@ class _Asked:
             return None  # perhaps there are more
         return min(max(0, hit - before), len(keys))
 
+    def known_from(self, keys: Sequence[str]) -> int:
+        """Count the pages that the answer covers where keys follow that were not looked up; 0 if it states nothing."""
+        return self.hit_from(keys[: len(self.keys)]) or 0
+
 
 class RememberedHits:
     """`message` makes the Lookup of a request's keys."""
@@ -90,8 +95,10 @@ class RememberedHits:
         asked = self._asked.get(request_id)
         hit = asked.hit_from(keys) if asked is not None else None
         if asked is None or hit is None:
+            if self._lookups.seconds_left <= 0:
+                return asked.known_from(keys) if asked is not None else 0
             self.forget(request_id)
-            if self._lookups.seconds_left <= 0 or not self._make_room():
+            if not self._make_room():
                 return 0
             asked, hit = _Asked(Question(), list(keys)), 0
             self._asked[request_id] = asked
@@ -106,7 +113,8 @@ class RememberedHits:
     def _renew(self, request_id: str, asked: _Asked, again: bool) -> bool:
         """Begin a lookup or look for its answer, in the time of the pass. True if there is another answer."""
         question, before, began, left = asked.question, asked.question.answer, self._clock(), self._lookups.seconds_left
-        waits = again or (left > 0 and not self._asks_again)
+        kept = 0.0 if again else self._lookups.poll_seconds / 2
+        waits = again or (left > kept and not self._asks_again)
         if must_send := self._lookups.must_send(question):
             if left <= 0:
                 return question.answer is not before
@@ -114,6 +122,8 @@ class RememberedHits:
             self._lookups.send(question, self._message(request_id, packed), _no_tail)
             self._lookups.seconds_left = left - (self._clock() - began)
         if waits or not must_send:
+            if waits:
+                self._lookups.seconds_left -= kept
             self._lookups.answer_to(question, waits)
             self._lookups.seconds_left = left - (self._clock() - began)
         asked.known_until = self._lookups.known_until(question)

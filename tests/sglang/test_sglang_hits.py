@@ -24,7 +24,7 @@ class AnsweredLookups:
         self.found, self.polls, self.boundaries = found, polls, boundaries
         self.sent: list[bytes] = []
         self.dropped = 0
-        self.seconds_left = 1.0
+        self.seconds_left = self.poll_seconds = 1.0
 
     def must_send(self, question: Question) -> bool:
         return question.answer is None and question.deadline == 0
@@ -154,6 +154,7 @@ class SlowLookups(AnsweredLookups):
 
     def __init__(self, clock: Clock, answer_seconds: float) -> None:
         super().__init__(found=6)
+        self.poll_seconds = 0.001
         self._clock, self._answer_seconds = clock, answer_seconds
         self._due: dict[Question, float] = {}
 
@@ -176,21 +177,23 @@ class SlowLookups(AnsweredLookups):
 def test_lookups_begin_while_the_time_of_the_pass_lasts_and_the_others_in_later_ones() -> None:
     lookups = SlowLookups(clock := Clock(), answer_seconds=0)
     found = RememberedHits(lookups, lookup_of, clock)  # type: ignore[arg-type]
-    for begun in (4, 8, 10, 10):
+    for begun, known in ((4, 2), (8, 6), (10, 10), (10, 10)):
         found.next_pass()
         began = clock.now
-        assert [found.pages(str(number), KEYS) for number in range(10)] == [6] * begun + [0] * (10 - begun)
+        assert [found.pages(str(number), KEYS) for number in range(10)] == [6] * known + [0] * (10 - known)
         assert clock.now - began < 0.001 + 0.0003, "one lookup may end behind the bound"
         assert len(lookups.sent) == begun
         clock.now += 1
 
 
 def test_a_wait_for_an_answer_leaves_less_time_for_lookups() -> None:
-    lookups = SlowLookups(clock := Clock(), answer_seconds=0.0004)
+    lookups = SlowLookups(clock := Clock(), answer_seconds=0.00015)
     found = RememberedHits(lookups, lookup_of, clock)  # type: ignore[arg-type]
     found.next_pass()
     assert [found.pages(str(number), KEYS) for number in range(10)] == [6] + [0] * 9
-    assert (len(lookups.sent), round(clock.now, 6)) == (2, 0.001), "the second one's answer was not there in time"
+    assert (len(lookups.sent), round(clock.now, 6)) == (3, 0.00105), (
+        "only the first is waited for: half of the time is kept"
+    )
 
 
 class OldAnswers(AnsweredLookups):
@@ -212,8 +215,17 @@ def test_an_old_answer_stays_while_the_time_of_the_pass_is_used_up() -> None:
     assert (found.pages("r", KEYS), len(lookups.sent)) == (6, 2)
 
 
+def test_a_known_hit_stays_while_no_time_is_left_to_look_further() -> None:
+    found = remembered(lookups := AnsweredLookups(found=8))
+    assert found.pages("r", KEYS[:5]) == 5
+    lookups.seconds_left = 0.0
+    assert (found.pages("r", KEYS), len(lookups.sent)) == (5, 1)
+    lookups.seconds_left = 1.0
+    assert (found.pages("r", KEYS), len(lookups.sent)) == (8, 2)
+
+
 def test_where_sglang_asks_again_before_it_admits_only_the_second_question_waits() -> None:
-    lookups = SlowLookups(clock := Clock(), answer_seconds=0.00035)
+    lookups = SlowLookups(clock := Clock(), answer_seconds=0.00015)
     found = RememberedHits(lookups, lookup_of, clock)  # type: ignore[arg-type]
     found.next_pass()
     assert [found.pages("first", KEYS) for _ in range(2)] == [6, 6]
