@@ -1,11 +1,12 @@
 """The decisions of L1: which slots a store fills, which chunks a load reads, which chunks are evicted.
 
-Owns: index, pool, eviction policy and leases, and the rules between them. Refuses to know: sockets, clocks (callers pass the
+Owns: index, pool, eviction policy, leases and protections, and the rules between them. Refuses to know: sockets, clocks (callers pass the
 time), memory addresses. The cache does no I/O and copies nothing. One thread uses it.
 
 Rules kept here:
 - Lookups and loads find only READY objects. READY means that every rank's bytes were copied whole.
 - Leased chunks and pinned chunks (being filled or read) are not evicted. Incomplete chunks that no store fills are evicted first.
+- A chunk that an operator's pin names (`protections`) is leased as long as the pin lasts.
 - Clear and eviction detach a chunk at once. The chunk's pages are freed when its last pin ends.
 - Chunks that only deleted sessions used (`sessions`) are evicted before what the policy chooses, after incomplete ones.
 - The last chunk of a prompt is stored block by block (a *tail*) in a namespace of its own, `tails_of()`, where each block is a

@@ -36,8 +36,6 @@ log = logging.getLogger(__name__)
 
 _QUIET_SECONDS = 0.25  # without a message, before the accounting is audited
 _AUDIT_CHUNKS = 4096  # counting more would hold up the loop
-
-
 _MAY_RETURN = ("opening", "unavailable")  # a tier in these states may have more than it shows
 
 

@@ -253,15 +253,21 @@ def test_a_smaller_l1_ends_a_pin_that_it_does_not_keep(
 # ---- storage --------------------------------------------------------------------------------------------
 
 
-def test_a_prompt_that_is_only_in_l2_is_protected_once_it_is_read(
-    make_daemon: MakeDaemon, make_worker: MakeWorker, tmp_path: Path
-) -> None:
-    daemon = make_daemon(l1_size="1MiB", pin_share=0.5, l2=f"file://{tmp_path}/l2?size=64MiB")
+def only_in_l2(make_daemon: MakeDaemon, make_worker: MakeWorker, l2: str) -> tuple[Daemon, Worker]:
+    """A daemon whose tier has the prompt, which has left L1."""
+    daemon = make_daemon(l1_size="1MiB", pin_share=0.5, l2=l2)
     worker = make_worker(daemon)
     describe(worker)
     worker.store(KEYS, worker.blocks_for(len(KEYS)))
     wait_until(lambda: daemon.status()["l2"][0]["objects"] >= len(KEYS), what="they are written")
     press(worker, daemon)
+    return daemon, worker
+
+
+def test_a_prompt_that_is_only_in_l2_is_protected_once_it_is_read(
+    make_daemon: MakeDaemon, make_worker: MakeWorker, tmp_path: Path
+) -> None:
+    daemon, worker = only_in_l2(make_daemon, make_worker, f"file://{tmp_path}/l2?size=64MiB")
     found = pin(daemon, "deferred")
     assert (found["tokens"], found["tiers"], found["ready_in_seconds"]) == (0, ["l2"], None)
     assert daemon.metric("kvserver_cache_pin_deferred_chunks") == len(KEYS)
@@ -286,12 +292,7 @@ def test_a_prompt_that_is_only_in_l2_is_protected_once_it_is_read(
 def test_a_pin_whose_chunks_left_the_tier_ends(
     make_daemon: MakeDaemon, make_worker: MakeWorker, tmp_path: Path
 ) -> None:
-    daemon = make_daemon(l1_size="1MiB", pin_share=0.5, l2=f"file://{tmp_path}/l2?size=8MiB")
-    worker = make_worker(daemon)
-    describe(worker)
-    worker.store(KEYS, worker.blocks_for(len(KEYS)))
-    wait_until(lambda: daemon.status()["l2"][0]["objects"] >= len(KEYS), what="they are written")
-    press(worker, daemon)
+    daemon, worker = only_in_l2(make_daemon, make_worker, f"file://{tmp_path}/l2?size=8MiB")
     pin(daemon, "deferred")
     number = 0
 

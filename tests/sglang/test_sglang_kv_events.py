@@ -173,7 +173,7 @@ def consumer(sockets: str) -> Iterator[Subscriber]:
 
 
 def follow(consumer: Subscriber, hashes: list[str], medium: str = "CPU_PINNED") -> None:
-    """Until the consumer knows these pages in L1, and no others."""
+    """Wait until the consumer knows these pages in L1, and no others."""
     expected = {(medium, None, hash_str_to_int64(value)) for value in hashes}
     consumer.follow(lambda: consumer.blocks.resident == expected, 60)
 

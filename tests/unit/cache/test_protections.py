@@ -52,7 +52,7 @@ def end(cache: Cache, id: str) -> None:
 
 
 def resident(cache: Cache, names: str, model: str = "a") -> str:
-    """Those that are READY; no use of them."""
+    """The READY ones, without a use of them."""
     found = cache.index.find_chunks(NAMESPACES[model], keys(names))
     return "".join(name for name, chunk in zip(names, found, strict=True) if chunk is not None and chunk.ready)
 

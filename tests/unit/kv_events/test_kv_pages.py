@@ -36,7 +36,7 @@ TEXT = prompt(*range(32), chunk_blocks=1)
 
 
 def pages(of: Prompt) -> list[Description]:
-    """As SGLang's events describe them: 8 bytes name a page."""
+    """Descriptions as SGLang's events make them: 8 bytes name a page."""
     names = [key[-8:] for key in of.keys]
     return [
         Description(8, name, parent, struct.pack(f"<{SIZE}I", *of.tokens[at * SIZE : (at + 1) * SIZE]), SIZE)
