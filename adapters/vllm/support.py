@@ -30,6 +30,9 @@ TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)
 # 0.32 and later: a connector may choose how the KV cache is allocated, before any address of it is known.
 ALLOCATES_IN_CONTEXT = hasattr(base.KVConnectorBase_V1, "get_mem_pool_context")
 
+# 0.32 and later: vLLM asks which groups a load restores.
+LEAVES_GROUPS_OUT = hasattr(base.KVConnectorBase_V1, "get_loaded_kv_cache_group_ids")
+
 # Kinds of specs whose KV is no function of the tokens up to it, or not kept for all of them. Block hashes exist all the same.
 _NOT_BY_PREFIX = ("Cross", "Encoder", "RSWA")
 
@@ -40,10 +43,10 @@ def layer_specs(kv_cache_config: KVCacheConfig) -> list[Any]:
 
 
 def by_prefix(kv_cache_config: KVCacheConfig) -> dict[int, KVCacheGroupSpec]:
-    """KV cache groups that are cached by the prefix, by number: all up to 0.31.
+    """KV cache groups that are cached by the prefix, by number.
 
-    vLLM leaves the others out of its own hits too. A ring has a request's last tokens only, and the requests' next tokens fill it
-    anew from any boundary. A window that is replayed is computed again behind a hit.
+    vLLM leaves the others out of its own hits too. A ring has a request's last tokens only, and is filled anew from any boundary. A
+    window that is replayed is computed again before a hit's end.
     """
     groups = enumerate(kv_cache_config.kv_cache_groups)
     return {number: group for number, group in groups if getattr(group.kv_cache_spec, "prefix_cacheable", True)}
@@ -86,6 +89,8 @@ def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, outer: 
     if specs and not cached:
         kinds = sorted({type(layer).__name__ for layer in layer_specs(kv_cache_config)})
         return f"KV cache of kind {' and '.join(kinds)}: vLLM caches no group of this model by its prefix"
+    if len(cached) < len(specs) and not LEAVES_GROUPS_OUT:
+        return "KV cache groups that are not cached by the prefix, before vLLM 0.32"
     for layer in [layer for group in cached for layer in layers_of(group)]:
         kind = type(layer).__name__
         if any(word in kind for word in _NOT_BY_PREFIX):
@@ -130,9 +135,9 @@ def _states_not_served(vllm_config: VllmConfig, spec: Any) -> str:
     if TransferResults is None:
         return "before vLLM 0.30, which would compute on a wrong state after a failed load"
     if vllm_config.speculative_config:
-        return "speculative decoding, in which a block may hold the state behind a rejected draft"
+        return "speculative decoding, in which a block may hold the state behind a rejected draft; without it they are cached"
     if vllm_config.cache_config.use_replayssm:
-        return "use_replayssm, in which a block may lack the last tokens of its state"
+        return "use_replayssm, in which a block may lack the last tokens of its state; without it they are cached"
     return ""
 
 
