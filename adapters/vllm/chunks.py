@@ -27,13 +27,14 @@ class Uncovered(Exception):
 
 
 class Chunks:
-    def __init__(self, groups: Sequence[ObjectGroup], hash_block_tokens: int) -> None:
+    def __init__(self, groups: Sequence[ObjectGroup], hash_block_tokens: int, all_groups: bool = True) -> None:
+        """`all_groups`: False if the engine has KV cache groups beside these, which it fills anew from the hit's boundary."""
         self.groups = groups
         self.block_tokens = groups[0].block_tokens if groups else 1
         self.hash_block_tokens = hash_block_tokens
         # So many tokens end a block of some group: contents of chunks have a hash there.
         self.described_tokens = math.gcd(*(group.block_tokens for group in groups)) if groups else 1
-        self.only_full = all(group.kind == "full" for group in groups)
+        self.only_full = all_groups and all(group.kind == "full" for group in groups)
         self.states = {
             member: group.block_tokens for group in groups if group.kind == "state" for member in group.members
         }
@@ -56,13 +57,16 @@ class Chunks:
         return len(request.block_hashes) * self.hash_block_tokens // self.tokens
 
     def useful(self, request: Request) -> int:
-        """Number of chunks to look up.
+        """Number of chunks to look up."""
+        return min(self.hashed(request), self.most_tokens(request) // self.tokens)
 
-        One token is computed in any case. Full attention may compute its KV again; a window or a state must be that of an earlier
-        boundary.
+    def most_tokens(self, request: Request) -> int:
+        """Number of tokens that a hit may have.
+
+        One token is computed in any case. Full attention may compute its KV again. A window, a state or a ring must be that of an
+        earlier boundary.
         """
-        tokens = request.num_tokens if self.only_full else request.num_tokens - 1
-        return min(self.hashed(request), int(tokens) // self.tokens)
+        return int(request.num_tokens) - (not self.only_full)
 
     def tail(self, request: Request, chunks: int, tokens: int) -> range:
         """The whole blocks in the first `tokens` tokens of the request that lie behind so many chunks, but of one chunk at most.

@@ -19,7 +19,7 @@ from kvserver.adapters.common.settings import PREFIX
 from kvserver.adapters.vllm.groups import object_groups
 from kvserver.adapters.vllm.names import names_of
 from kvserver.adapters.vllm.requests import ALL_TOKENS
-from kvserver.adapters.vllm.support import drops_last_block, hash_block_tokens, whole_prompts_only
+from kvserver.adapters.vllm.support import by_prefix, drops_last_block, hash_block_tokens, whole_prompts_only
 from kvserver.protocol import DescribeScheduler, HashForm, KVGroup, ObjectGroup
 
 
@@ -28,6 +28,7 @@ class EngineFacts:
     names: EngineNames
     world_size: int
     object_groups: tuple[ObjectGroup, ...]
+    all_groups: bool  # False if a KV cache group is in none of them
     hash_block_tokens: int
     groups: tuple[KVGroup, ...]
     block_tokens: tuple[int, ...]  # of each KV cache group
@@ -75,6 +76,7 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any, inexact_siblings: bool 
         names=names,
         world_size=vllm_config.parallel_config.world_size,
         object_groups=object_groups(vllm_config, kv_cache_config),
+        all_groups=len(by_prefix(kv_cache_config)) == len(specs),
         hash_block_tokens=hash_tokens,
         groups=groups,
         block_tokens=tuple(int(spec.block_size) for spec in specs),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvserver.adapters.vllm.support import replicated
+from kvserver.adapters.vllm.support import by_prefix, replicated
 from kvserver.protocol import ObjectGroup
 
 if TYPE_CHECKING:
@@ -16,9 +16,12 @@ if TYPE_CHECKING:
 
 
 def object_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[ObjectGroup, ...]:
-    """Groups of equal kind, size and window are one object group; those of full attention come first."""
+    """Groups of equal kind, size and window are one object group; those of full attention come first.
+
+    Groups that are not cached by the prefix are in none.
+    """
     members: dict[tuple[str, int, int, bool], list[int]] = {}
-    for number, group in enumerate(kv_cache_config.kv_cache_groups):
+    for number, group in by_prefix(kv_cache_config).items():
         members.setdefault((*_kind(group.kv_cache_spec), replicated(vllm_config, kv_cache_config, group)), []).append(
             number
         )

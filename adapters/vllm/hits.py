@@ -59,7 +59,7 @@ class Hits:
     def _useful_tail(self, state: RequestState, chunks: int) -> range:
         """The single blocks behind so many chunks that a hit may have."""
         request = state.request
-        tail = self._chunks.tail(request, chunks, min(request.num_tokens, state.wishes.most_tokens))
+        tail = self._chunks.tail(request, chunks, min(self._chunks.most_tokens(request), state.wishes.most_tokens))
         if not tail or not self._failed:
             return tail
         return tail[: self._failed.leading(state.variant.text, self._chunks.block_keys(request, tail))]

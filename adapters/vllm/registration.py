@@ -24,7 +24,7 @@ from kvserver.adapters.vllm.groups import object_groups
 from kvserver.adapters.vllm.identity import Identity, config_identity, with_weights
 from kvserver.adapters.vllm.names import names_of
 from kvserver.adapters.vllm.settings import AdapterSettings
-from kvserver.adapters.vllm.support import ALLOCATES_IN_CONTEXT, blocks_come_first
+from kvserver.adapters.vllm.support import ALLOCATES_IN_CONTEXT, blocks_come_first, by_prefix
 from kvserver.protocol import (
     MOST_ENGINE,
     HelloReply,
@@ -65,10 +65,19 @@ class RankRegistration:
         backends = attention_backends(self._config, list(self._kv_caches))
         check_invariance(backends)
         begin_scales(self._config)
-        groups = [group.layer_names for group in config.kv_cache_groups]
+        cached = by_prefix(config)
+        left_out = {
+            name
+            for number, group in enumerate(config.kv_cache_groups)
+            if number not in cached
+            for name in group.layer_names
+        }
+        groups = [
+            [] if left_out.issuperset(group.layer_names) else group.layer_names for group in config.kv_cache_groups
+        ]
         block_dimension = 0 if blocks_come_first() else None
         caches = share(
-            self._kv_caches,
+            {name: tensor for name, tensor in self._kv_caches.items() if name not in left_out},
             config.num_blocks,
             block_dimension,
             groups,

@@ -81,7 +81,8 @@ class SchedulerHalf:
         self._ids = ids = itertools.count(1)
         self._dispatcher = dispatcher = Dispatcher(link, self.counters, faults)
         dispatcher.on_session.append(self._begin_session)
-        chunks, failed = Chunks(facts.object_groups, facts.hash_block_tokens), FailedLoads()
+        chunks = Chunks(facts.object_groups, facts.hash_block_tokens, facts.all_groups)
+        failed = FailedLoads()
         self._storing = Storing(facts, settings, chunks, variants, pool, failed, ids, self.counters, faults)
         self._loading = Loading(
             facts, settings, dispatcher, chunks, variants, pool, failed, ids, self.counters, faults

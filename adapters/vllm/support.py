@@ -30,6 +30,9 @@ TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)
 # 0.32 and later: a connector may choose how the KV cache is allocated, before any address of it is known.
 ALLOCATES_IN_CONTEXT = hasattr(base.KVConnectorBase_V1, "get_mem_pool_context")
 
+# 0.32 and later: vLLM asks which groups a load restores.
+LEAVES_GROUPS_OUT = hasattr(base.KVConnectorBase_V1, "get_loaded_kv_cache_group_ids")
+
 # Kinds of specs whose KV is no function of the tokens up to it, or not kept for all of them. Block hashes exist all the same.
 _NOT_BY_PREFIX = ("Cross", "Encoder", "RSWA")
 
@@ -37,6 +40,16 @@ _NOT_BY_PREFIX = ("Cross", "Encoder", "RSWA")
 def layer_specs(kv_cache_config: KVCacheConfig) -> list[Any]:
     """The specs of all layers, also where a group has several; the scheduler's configuration has one for each group."""
     return [layer for group in kv_cache_config.kv_cache_groups for layer in layers_of(group)]
+
+
+def by_prefix(kv_cache_config: KVCacheConfig) -> dict[int, KVCacheGroupSpec]:
+    """KV cache groups that are cached by the prefix, by number.
+
+    vLLM leaves the others out of its own hits too. A ring has a request's last tokens only, and is filled anew from any boundary. A
+    window that is replayed is computed again before a hit's end.
+    """
+    groups = enumerate(kv_cache_config.kv_cache_groups)
+    return {number: group for number, group in groups if getattr(group.kv_cache_spec, "prefix_cacheable", True)}
 
 
 def layers_of(group: KVCacheGroupSpec) -> list[Any]:
@@ -68,24 +81,26 @@ def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, outer: 
     if parallel.pipeline_parallel_size > 1 and vllm_config.speculative_config and not second_runner:
         # Its ranks but the last return before wait_for_save.
         return "pipeline parallel with speculative decoding on vLLM's model runner V1; set VLLM_USE_V2_MODEL_RUNNER=1"
+    for group in kv_cache_config.kv_cache_groups:  # of 0.30 and later
+        if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
+            return "a KV cache group of HiSparse, of which vLLM keeps a part in the host's memory or transfers nothing"
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    for layer in layer_specs(kv_cache_config):
+    cached = by_prefix(kv_cache_config).values()
+    if specs and not cached:
+        kinds = sorted({type(layer).__name__ for layer in layer_specs(kv_cache_config)})
+        return f"KV cache of kind {' and '.join(kinds)}: vLLM caches no group of this model by its prefix"
+    if len(cached) < len(specs) and not LEAVES_GROUPS_OUT:
+        return "KV cache groups that are not cached by the prefix, before vLLM 0.32"
+    for layer in [layer for group in cached for layer in layers_of(group)]:
         kind = type(layer).__name__
         if any(word in kind for word in _NOT_BY_PREFIX):
             return f"KV cache of kind {kind}"
-        if replayed := getattr(layer, "prefix_replay_tokens", 0):
-            return f"KV cache of kind {kind}: after a hit the last {replayed} tokens before it are computed again"
-        if not getattr(layer, "prefix_cacheable", True):
-            return f"KV cache of kind {kind}: a ring, which holds a request's last tokens only"
         if getattr(layer, "non_causal", False):
             return "layers that attend non-causally: the KV of a token depends on tokens behind it"
         if ("SlidingWindow" in kind or "ChunkedLocal" in kind) and TransferResults is None:
             return f"KV cache of kind {kind} before vLLM 0.30, which would compute on null blocks after a failed load"
         if "Mamba" in kind and (reason := _states_not_served(vllm_config, layer)):
             return f"KV cache of kind {kind}: {reason}"
-    for group in kv_cache_config.kv_cache_groups:  # of 0.30 and later
-        if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
-            return "a KV cache group of HiSparse, of which vLLM keeps a part in the host's memory or transfers nothing"
     # Not whether prefix caching is on: an operator may turn vLLM's own off, and vLLM does on CPUs, see whole_prompts_only.
     if not vllm_config.model_config.is_prefix_caching_supported:
         return "vLLM does not cache prefixes of this model"
@@ -120,9 +135,9 @@ def _states_not_served(vllm_config: VllmConfig, spec: Any) -> str:
     if TransferResults is None:
         return "before vLLM 0.30, which would compute on a wrong state after a failed load"
     if vllm_config.speculative_config:
-        return "speculative decoding, in which a block may hold the state behind a rejected draft"
+        return "speculative decoding, in which a block may hold the state behind a rejected draft; without it they are cached"
     if vllm_config.cache_config.use_replayssm:
-        return "use_replayssm, in which a block may lack the last tokens of its state"
+        return "use_replayssm, in which a block may lack the last tokens of its state; without it they are cached"
     return ""
 
 

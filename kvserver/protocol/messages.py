@@ -171,8 +171,10 @@ class RegisterWorker(Message):
     @property
     def object_groups(self) -> tuple[ObjectGroup, ...]:
         """`groups`, also of protocol 4."""
+        if self.groups:
+            return self.groups
         members = tuple(range(group_count(self.planes)))
-        return self.groups or (ObjectGroup("full", members, self.block_tokens, replicated=self.replicated),)
+        return (ObjectGroup("full", members, self.block_tokens, replicated=self.replicated),)
 
 
 def _shown(name: str) -> str:

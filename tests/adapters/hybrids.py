@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     FullAttentionSpec,
     KVCacheSpec,
     MambaSpec,
@@ -28,6 +29,7 @@ class Hybrid(NamedTuple):
     chunk: int = 64  # tokens
     num_blocks: int = 200  # enough for some prompts of five chunks
     few_blocks: int = 90  # requests wait, and are preempted
+    runner: int = 1  # generation of vLLM's model runner
 
     @property
     def options(self) -> dict[str, Any]:
@@ -37,6 +39,7 @@ class Hybrid(NamedTuple):
             "block_size": self.block_size,
             "layout": self.layout,
             "num_blocks": self.num_blocks,
+            "runner": self.runner,
         }
 
 
@@ -69,7 +72,12 @@ def state(block: int, page: int) -> KVCacheSpec:
     )
 
 
-def latent_window(tokens: int, block: int, size: int) -> KVCacheSpec:
+def ring(heads: int, size: int) -> KVCacheSpec:
+    """Raw keys of a request's last 8 tokens, from which each four tokens' compressed key is computed."""
+    return CircularBufferSpec(block_size=8, num_kv_heads=heads, head_size=size, head_size_v=0, dtype=WORD)
+
+
+def latent_window(tokens: int, block: int, size: int, **more: Any) -> KVCacheSpec:
     return SlidingWindowMLASpec(
         block_size=block,
         num_kv_heads=1,
@@ -78,6 +86,7 @@ def latent_window(tokens: int, block: int, size: int) -> KVCacheSpec:
         dtype=WORD,
         sliding_window=tokens,
         alignment=512,
+        **more,
     )
 
 
@@ -89,6 +98,10 @@ DEEPSEEK_V4 = [
     latent_window(128, 64, 8),
     *[*FOUR, latent_window(128, 64, 8), *FOUR_STATES, *MANY, latent_window(128, 64, 8)] * 2,
 ]
+# DeepSeek V4.1: its windows are computed again behind a hit, and its compressors have rings.
+REPLAYS = "bounded_replay" in SlidingWindowMLASpec.__dataclass_fields__  # vLLM 0.32 and later
+REPLAYED = latent_window(128, 32, 8, **{"bounded_replay": True} if REPLAYS else {})
+DEEPSEEK_V41 = [REPLAYED, *[*FOUR, ring(1, 16), MANY[0], REPLAYED] * 2]
 
 HYBRIDS = {
     "gpt-oss": Hybrid([window(24), full(), window(24), full()], ["full", "window"]),
@@ -109,6 +122,25 @@ HYBRIDS = {
         chunk=256,
         num_blocks=2000,
         few_blocks=700,
+    ),
+    "deepseek-v4.1": Hybrid(
+        DEEPSEEK_V41,
+        ["full"] if REPLAYS else ["full", "window"],
+        block_size=256,
+        layout="BLHNC",
+        chunk=256,
+        num_blocks=600,
+        few_blocks=250,
+        runner=2,
+    ),
+    "glm-5.3": Hybrid(
+        [*[state(64, 2048)] * 2, mla(64, 4), mla(64, 1, tokens_per_state=4), ring(2, 1)],
+        ["full", "state"],
+        block_size=64,
+        layout="BLHNC",
+    ),
+    "qwen4": Hybrid(
+        [full(64), mla(64, 1, tokens_per_state=4), ring(1, 2)] * 2, ["full"], block_size=64, layout="BLHNC"
     ),
     "nemotron": Hybrid([state(32, 1024), window(50, 32), full(32)], ["full", "state", "window"], block_size=32),
 }

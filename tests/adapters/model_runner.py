@@ -22,6 +22,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
@@ -33,6 +34,8 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 
 from kvserver.adapters.vllm.support import ALLOCATES_IN_CONTEXT
+
+COMPRESSED = 4  # tokens that a ring's layer compresses into one
 
 
 @dataclass
@@ -46,6 +49,8 @@ class Row:
     drafts: list[int] = field(default_factory=list)
     state_at: int = 0  # tokens whose state its running blocks hold
     prompt_tokens: int = 0
+    replay_start: int = 0  # replayed windows have KV from there on
+    hit: int = 0  # tokens before it have KV, also those that are computed again for the replayed windows
 
     @property
     def blocks(self) -> list[int]:
@@ -69,8 +74,15 @@ class Layer:
     kv: np.ndarray  # [block, head, token or several, word]
     salt: np.ndarray  # [head, word]
 
-    def first_read(self, token: int) -> int:
+    @property
+    def replayed(self) -> int:
+        """Tokens before a hit's end for which the layer's KV is computed again; 0: its KV is cached."""
+        return int(getattr(self.spec, "prefix_replay_tokens", 0))
+
+    def first_read(self, token: int, replay_start: int) -> int:
         """The first token that this one attends to."""
+        if self.replayed:
+            return max(replay_start, token - self.spec.sliding_window + 1)
         if isinstance(self.spec, SlidingWindowSpec):
             return max(0, token - self.spec.sliding_window + 1)
         if isinstance(self.spec, ChunkedLocalAttentionSpec):
@@ -147,11 +159,22 @@ class Runner:
             if before and source != target:
                 layer.kv[table[target]] = layer.kv[table[source]]
 
-    def write(self, name: str, tables: list[list[int]], first: int, numbers: Sequence[int]) -> None:
-        """The KV of the tokens from `first` on; `numbers` are those of all tokens. States must be right as they begin."""
+    def write(self, name: str, tables: list[list[int]], first: int, numbers: Sequence[int], hit: int = 0) -> None:
+        """The KV of the tokens from `first` on, of replayed layers alone before `hit`; `numbers` are those of all tokens.
+
+        States must be right as they begin, and rings have the raw keys of what is compressed with the first token.
+        """
         values, end = np.array(numbers, np.uint64), len(numbers)
+        for table, layer in self._rings(tables):
+            size = layer.kv.shape[2]
+            open_group = np.arange(first // COMPRESSED * COMPRESSED, first)
+            assert (layer.kv[table[0], :, open_group % size] == layer.words(values[open_group])).all(), (
+                f"rank {self.rank}: request {name} compresses token {first} with raw keys that are not its own"
+            )
+            last = np.arange(max(first, end - size), end)
+            layer.kv[table[0], :, last % size] = layer.words(values[last])
         for table, layer in self._attention(tables):
-            tokens, ids, places = layer.places(table, first, end)
+            tokens, ids, places = layer.places(table, first if layer.replayed else max(first, hit), end)
             assert 0 not in ids, "the scheduler gave the null block to write to"
             layer.kv[ids, :, places] = layer.words(values[tokens])
         for table, layer in self._states(tables):
@@ -163,11 +186,13 @@ class Runner:
             )
             layer.kv[running] = layer.words(values[end - 1 :])[:, :, None]
 
-    def check(self, name: str, tables: list[list[int]], computed: int, numbers: Sequence[int]) -> None:
+    def check(
+        self, name: str, tables: list[list[int]], computed: int, numbers: Sequence[int], replay_start: int = 0
+    ) -> None:
         """All KV that the tokens from `computed` on attend to; and the states as they end."""
         values, end = np.array(numbers, np.uint64), len(numbers)
         for table, layer in self._attention(tables):
-            tokens, ids, places = layer.places(table, layer.first_read(computed), end)
+            tokens, ids, places = layer.places(table, layer.first_read(computed, replay_start), end)
             bad = (layer.kv[ids, :, places] != layer.words(values[tokens])).any(axis=(1, 2)) | (ids == 0)
             assert not bad.any(), (
                 f"rank {self.rank}: request {name} attends to foreign KV of {layer.name} at tokens {tokens[bad][:5]}... "
@@ -180,7 +205,11 @@ class Runner:
             )
 
     def _attention(self, tables: list[list[int]]) -> list[tuple[list[int], Layer]]:
-        return [(t, layer) for t, layer in self._with_tables(tables) if not isinstance(layer.spec, MambaSpec)]
+        other = (MambaSpec, CircularBufferSpec)
+        return [(t, layer) for t, layer in self._with_tables(tables) if not isinstance(layer.spec, other)]
+
+    def _rings(self, tables: list[list[int]]) -> list[tuple[list[int], Layer]]:
+        return [(t, layer) for t, layer in self._with_tables(tables) if isinstance(layer.spec, CircularBufferSpec)]
 
     def _states(self, tables: list[list[int]]) -> list[tuple[list[int], Layer]]:
         return [(t, layer) for t, layer in self._with_tables(tables) if isinstance(layer.spec, MambaSpec)]
@@ -209,6 +238,8 @@ class Batch:
         self._runners = runners
         self._drafts = drafts  # proposed for each request
         self._luck = random.Random(5)
+        layers = [layer for layers in runners[0].layers for layer in layers]
+        self._replayed = max((layer.replayed for layer in layers), default=0)
 
     def forward(self, output: SchedulerOutput, weights: int) -> ModelRunnerOutput:
         """Write the scheduled tokens' KV, check all KV that they attend to, sample."""
@@ -239,11 +270,11 @@ class Batch:
 
     def _write(self, name: str, row: Row, numbers: list[int]) -> None:
         for runner in self._runners:
-            runner.launch(partial(runner.write, name, deepcopy(row.tables), row.computed, numbers))
+            runner.launch(partial(runner.write, name, deepcopy(row.tables), row.computed, numbers, row.hit))
 
     def _check(self, name: str, row: Row, numbers: list[int]) -> None:
         for runner in self._runners:
-            runner.launch(partial(runner.check, name, deepcopy(row.tables), row.computed, numbers))
+            runner.launch(partial(runner.check, name, deepcopy(row.tables), row.computed, numbers, row.replay_start))
 
     @staticmethod
     def _begin(tokens: list[int], tables: Sequence[Sequence[int]], computed: int) -> Row:
@@ -257,6 +288,8 @@ class Batch:
             tokens = list(new.prefill_token_ids or new.prompt_token_ids)
             self.rows[new.req_id] = self._begin(tokens, new.block_ids, new.num_computed_tokens)
             self.rows[new.req_id].prompt_tokens = len(new.prompt_token_ids)
+            if start := getattr(new, "replay_start", 0):
+                self.rows[new.req_id].replay_start, self.rows[new.req_id].hit = start, start + self._replayed
         cached = output.scheduled_cached_reqs
         for name, computed, blocks, outputs in zip(
             cached.req_ids,

@@ -158,7 +158,8 @@ def configure(
         layers = [SlidingWindowSpec(**shape, sliding_window=window) if window else FullAttentionSpec(**shape)] * LAYERS
     groups = get_kv_cache_groups(config, {f"layers.{i}": spec for i, spec in enumerate(layers)})
     caches = get_kv_cache_config_from_groups(config, groups, 0)
-    caches.hash_block_size = math.gcd(*(group.kv_cache_spec.block_size for group in groups))
+    hashed = [group.kv_cache_spec for group in groups if getattr(group.kv_cache_spec, "prefix_cacheable", True)]
+    caches.hash_block_size = math.gcd(*(spec.block_size for spec in hashed))
     caches.kv_tp_replicas = tp_replicas(groups, world_size)
     adjust(config, caches)
     return config, caches

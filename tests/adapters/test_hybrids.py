@@ -63,6 +63,25 @@ def test_a_second_turn_goes_on_where_another_engines_first_one_ended(
     assert second.external >= (len(turn) - 1) // chunk * chunk - chunk, "less a chunk and a block"
 
 
+@pytest.mark.parametrize("name", ["deepseek-v4.1", "glm-5.3", "qwen4"])
+def test_a_prompt_that_ends_with_a_chunk_goes_on_before_its_last_one(make_daemon, make_engine, name):
+    """The last token is computed in any case, and a ring has no raw keys of the tokens before it."""
+    model = HYBRIDS[name]
+    daemon, tokens = make_daemon(), prompt(3, 5 * model.chunk)
+    make_engine(daemon, **model.options).generate("cold", tokens)
+    assert make_engine(daemon, **model.options).generate("warm", tokens).external == 4 * model.chunk
+
+
+@pytest.mark.parametrize("more", [0, 1, 70])
+def test_a_tail_behind_the_last_chunk_ends_before_the_last_token_where_a_ring_goes_on(make_daemon, make_engine, more):
+    model = HYBRIDS["qwen4"]
+    daemon, block = make_daemon(chunk_tokens=4 * model.block_size, tails="on"), model.block_size
+    tokens = prompt(4, 6 * block + more)
+    make_engine(daemon, **model.options).generate("cold", tokens, count=1)
+    answer = make_engine(daemon, **model.options).generate("warm", tokens)
+    assert answer.external == (len(tokens) - 1) // block * block
+
+
 def test_what_prompts_share_is_hit_by_the_third_engine(make_daemon, make_hybrid, chunk, tokens):
     daemon = make_daemon()
     engines = [make_hybrid(daemon) for _ in range(3)]

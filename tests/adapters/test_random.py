@@ -159,6 +159,11 @@ RUNS = [
     ("kimi-linear", {"asynchronous": True, "world_size": 2}),
     ("nemotron", {"asynchronous": True, "max_tokens_per_step": 80, "runner": 2}),
     ("deepseek-v4", {"asynchronous": True, "max_tokens_per_step": 512}),
+    ("deepseek-v4.1", {"asynchronous": True, "max_tokens_per_step": 512}),
+    ("deepseek-v4.1", {"asynchronous": False, "drafts": 3}),
+    ("glm-5.3", {"asynchronous": True, "world_size": 2}),
+    ("qwen4", {"asynchronous": True, "drafts": 2, "max_tokens_per_step": 96}),
+    ("qwen4", {"asynchronous": False, "late": True}),
 ]
 
 

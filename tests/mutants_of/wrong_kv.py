@@ -168,6 +168,9 @@ MUTANTS = (
     Mutant("the copies of a disconnected worker go on", "daemon/test_failures.py",
            "kvserver/engines/workers.py", "Workers.close_worker", "self.tickets.cancel_copy(number)", "pass"),
     # The adapter's copies and the blocks that they touch
+    Mutant("a hit ends one token before a prompt whose rings lack the tokens before it",
+           "adapters/test_hybrids.py::test_a_prompt_that_ends_with_a_chunk_goes_on_before_its_last_one",
+           "adapters/vllm/chunks.py", "Chunks.__init__", "all_groups and all(", "all("),
     Mutant("a store leaves in front of the forward that computes it", "adapters/test_ordering.py",
            "adapters/common/send_queue.py", "OrderedSendQueue.post", "step > computed_in", "step >= computed_in"),
     Mutant("a message waits for nothing that the engine does",
