@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from kvserver.cache import Chunk, StorePlan
-from kvserver.engines import Instance, Respond, Worker
+from kvserver.engines import Counts, Instance, Respond, Worker
 from kvserver.l2 import Coverage
 from kvserver.protocol import Durability, Lookup, LookupReply
 from kvserver.tiering.presence import Attainable, MissingObjects
@@ -22,6 +22,7 @@ BATCH = 16  # objects that become READY together
 Owner: TypeAlias = tuple[str, str]  # (instance id, request id)
 # Looks the request up in L1, leases what it finds and makes the reply; it is given the tokens that were read for the request.
 Answer: TypeAlias = Callable[[Lookup, int], LookupReply]
+GiveUp: TypeAlias = Callable[[], None]
 
 
 class Work(enum.Enum):
@@ -49,6 +50,7 @@ class Filled:
     bytes: int  # that its request has not loaded
     tokens: int
     deadline: float  # of the request's lease
+    give_up: GiveUp | None  # of the fill
 
 
 @dataclass(eq=False, slots=True)
@@ -65,6 +67,9 @@ class Fill:
     overtaken_until_ns: int  # by fills that have room, while this one waits for room
     due_ns: int
     hit_chunks: int  # of L1 when the fill began
+    counts: Counts  # of lookups' fills
+    give_up: GiveUp | None = None  # of a prefetch, which no request waits for: ends it, to make room for one
+    clipped: bool = False  # L1 had no room for all that L2 has
     chunks: int = 0  # of the hit that it is to give
     probes: int = 0  # that have not ended; nothing is planned before
     todo: deque[MissingObjects] = field(default_factory=deque)  # to be reserved; nothing is read before all are

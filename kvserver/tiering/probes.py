@@ -69,7 +69,7 @@ class Probes:
                 for group, spec in enumerate(groups)
             ]
             tokens = (_chunks(fill) - min(known)) * fill.worker.spec.chunk_tokens
-            waits = worth.is_waited_for(tokens, fill.instance.expected_speed)
+            waits = fill.give_up is not None or worth.is_waited_for(tokens, fill.instance.expected_speed)
             if waits or worth.beside < MOST_BESIDE:
                 for group, spec in enumerate(groups):
                     self._probe(fill, tier, group, spec.kind == "full", known[group], waits)
