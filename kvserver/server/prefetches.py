@@ -84,7 +84,7 @@ class PrefetchReports:
         )  # fmt: skip
 
     def _ready_in(self, planned_at: float, expected_seconds: float | None) -> float | None:
-        """None: no rate is known."""
+        """Seconds that are left; None if no rate is known."""
         if expected_seconds is None:
             return None
         return round(max(0.0, planned_at + expected_seconds - self._upkeep.clock()), 3)

@@ -18,6 +18,7 @@ from kvserver.protocol import Durability, Lookup, LookupReply
 from kvserver.tiering.presence import Attainable, MissingObjects
 
 BATCH = 16  # objects that become READY together
+_MOST_READ_SECONDS = 10.0  # of one object; no request waits longer
 
 Owner: TypeAlias = tuple[str, str]  # (instance id, request id)
 # Looks the request up in L1, leases what it finds and makes the reply; it is given the tokens that were read for the request.
@@ -87,6 +88,10 @@ class Fill:
     awaited: deque[tuple[Chunk, int]] = field(default_factory=deque)  # with the group; others fill them
     lost: bool = False  # one of them was not filled
     tokens: int = 0  # of the objects of group 0 that were read
+
+    def read_due_ns(self, now: float) -> int:
+        """Deadline of a read or probe that begins now: a prefetch waits longer than a tier may hold up the reads of others."""
+        return min(self.due_ns, int((now + _MOST_READ_SECONDS) * 1e9))
 
     @property
     def only_chunks(self) -> bool:

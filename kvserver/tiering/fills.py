@@ -23,6 +23,7 @@ know: how a tier reads (`l2`), which probes are waited for (`probes`), which hit
 
 from __future__ import annotations
 
+import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -94,11 +95,11 @@ class Fills:
     @property
     def used_bytes(self) -> int:
         """Bytes that count for the bound."""
-        return self._used_bytes(ahead=False) + self._used_bytes(ahead=True)
+        return sum(each.bytes for each in self._counted())
 
-    def _used_bytes(self, ahead: bool) -> int:
-        """Bytes of requests, or of prefetches if `ahead`."""
-        return sum(each.bytes for each in self._counted() if (each.give_up is not None) == ahead)
+    @property
+    def _prefetched_bytes(self) -> int:
+        return sum(each.bytes for each in self._counted() if each.give_up is not None)
 
     def _counted(self) -> Iterator[Fill | Filled]:
         yield from self._filled.values()
@@ -181,7 +182,7 @@ class Fills:
         if fill.give_up is None:
             return self._bound
         planned = [each for each in self._fills.values() if not (each.began or each is fill)]
-        return self._bound // 2 - self._used_bytes(ahead=True) - sum(each.bytes for each in planned if each.give_up)
+        return self._bound // 2 - self._prefetched_bytes - sum(each.bytes for each in planned if each.give_up)
 
     def _queue(self, fill: Fill, found: Attainable) -> None:
         fill.chunks, fill.todo, fill.bytes = found.chunks, deque(batches(found.missing)), bytes_of(found)
@@ -271,16 +272,15 @@ class Fills:
 
     def _make_room(self, fill: Fill) -> bool:
         """True if it may begin beside the others. Prefetches are given up for a request, the oldest first."""
-        is_ahead = fill.give_up is not None
-        used = self.used_bytes if is_ahead else self._used_bytes(ahead=False)
-        if used and used + fill.bytes > self._bound:
+        used = self.used_bytes
+        if not used or used + fill.bytes <= self._bound:
+            return True
+        of_requests = used - self._prefetched_bytes
+        if fill.give_up is not None or (of_requests and of_requests + fill.bytes > self._bound):
             return False
-        while not is_ahead and self._used_bytes(ahead=True) and self.used_bytes + fill.bytes > self._bound:
-            self._give_one_up()
+        while (used := self.used_bytes) > of_requests and used + fill.bytes > self._bound:
+            next(each.give_up for each in self._counted() if each.give_up is not None)()
         return True
-
-    def _give_one_up(self) -> None:
-        next(each.give_up for each in self._counted() if each.give_up is not None)()
 
     def _reserve_batch(self, fill: Fill, missing: MissingObjects) -> None:
         coverage = fill.coverages[missing.group]
@@ -368,7 +368,7 @@ class Fills:
                 self._batch_ended(fill, batch)
 
         name = ObjectName(fill.namespace, group, chunk.key)
-        ticket = self._tiers.get(tier, name, batch.coverage.memory_of(chunk), fill.due_ns, ended)
+        ticket = self._tiers.get(tier, name, batch.coverage.memory_of(chunk), fill.read_due_ns(self._clock()), ended)
         batch.reads[place] = (tier, ticket)
         began = self._rates.begun(tier)
 
@@ -432,12 +432,8 @@ class Fills:
                 self._tiers.cancel(tier, ticket)
         now = self._clock()
         if fill.began:
-            self._filled[fill.owner] = Filled(
-                fill.bytes,
-                fill.tokens,
-                now + self._lease_seconds if fill.give_up is None else fill.due_ns / 1e9,
-                fill.give_up,
-            )
+            deadline = now + self._lease_seconds if fill.give_up is None else math.inf  # a prefetch is always ended
+            self._filled[fill.owner] = Filled(fill.bytes, fill.tokens, deadline, fill.give_up)
             self._filled.move_to_end(fill.owner)
         if fill.planned_at:
             fill.counts.fill_seconds += now - fill.planned_at

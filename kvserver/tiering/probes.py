@@ -88,7 +88,7 @@ class Probes:
                 worth.note(self._clock() - began, max(0, found), max(1, _chunks(fill) - known))
 
         keys = fill.lookup.keys[fill.hit_chunks * KEY_BYTES :] if chain else fill.lookup.keys
-        self._tiers.probe(tier, fill.namespace, group, keys, chain, fill.due_ns, ended)
+        self._tiers.probe(tier, fill.namespace, group, keys, chain, fill.read_due_ns(began), ended)
         if waits:
             fill.probes += 1
         else:

@@ -116,10 +116,12 @@ def test_a_prompt_that_nothing_has_is_missing_and_keeps_no_prefetch() -> None:
         f.audit()
 
 
-def test_an_engine_whose_keys_end_with_it_gets_nothing_from_l2() -> None:
+@pytest.mark.parametrize(("durability", "shared"), [(Durability.PROCESS, False), (Durability.MACHINE, True)])
+def test_a_tier_is_not_read_for_keys_that_may_mean_other_kv_in_it(durability: Durability, shared: bool) -> None:
     with filling() as f:
         keys = prepared(f)
-        describe(f, Durability.PROCESS)
+        f.tier.shared = shared
+        describe(f, durability)
         assert prefetch(f, keys).outcome == "missing"
         assert f.gets() == []
 
