@@ -32,7 +32,7 @@ from kvserver.server import (
     Upkeep,
     take_sample,
 )
-from kvserver.tiering import ConfiguredTier, make_storage, resync_of_l1
+from kvserver.tiering import ConfiguredTier, Prefetches, make_storage, resync_of_l1
 
 _NO_PLACEMENT, _NOT_KEPT = Placement(), NoKeptL1()
 
@@ -85,6 +85,7 @@ class Parts:
             workers=self.workers,
             resync=resync_of_l1(cache.index, bus),
             storage=storage,
+            prefetches=Prefetches(cache, storage, instances, clock),
             kept_l1=kept_l1,
             bus=bus,
             clock=clock,

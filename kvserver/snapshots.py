@@ -16,6 +16,7 @@ from kvserver.server import (
     instance_status,
     l1_status,
     pins_status,
+    prefetches_status,
     totals_status,
 )
 from kvserver.telemetry import with_l2
@@ -63,6 +64,7 @@ def daemon_status(parts: Parts, server: Server) -> DaemonStatus:
         refused_engines=parts.workers.refused_engines(),
         serving=parts.serving.mode,
         pins=pins_status(parts.cache),
+        prefetches=prefetches_status(parts.upkeep.prefetches),
         not_ready=server.failure.strip(),
     )
 

@@ -92,6 +92,7 @@ class RankCache:
             **asdict(self._names),
             variant=self._epochs.variant,
             private=self._epochs.private,
+            durability=self._epochs.durability,
             hash_algorithm=SGLANG_PAIRS_HASH if self._hashes_pairs else SGLANG_HASH,
             hash_block_tokens=self._page_tokens,
             events_endpoint=self._events.endpoint,

@@ -20,7 +20,7 @@ from kvserver.adapters.vllm.groups import object_groups
 from kvserver.adapters.vllm.names import names_of
 from kvserver.adapters.vllm.requests import ALL_TOKENS
 from kvserver.adapters.vllm.support import by_prefix, drops_last_block, hash_block_tokens, whole_prompts_only
-from kvserver.protocol import DescribeScheduler, HashForm, KVGroup, ObjectGroup
+from kvserver.protocol import DescribeScheduler, Durability, HashForm, KVGroup, ObjectGroup
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class EngineFacts:
     hash_algorithm: str
     dtype: Any  # of the model: vLLM casts prompt embeddings to it
     weights_version: Callable[[], str]  # as configured at present
-    # The engine for routers, by (variant, why it is private). REQUIRES: called in the scheduler's process after the
+    # The engine for routers, by (variant, why it is private, its durability). REQUIRES: called in the scheduler's process after the
     # engine core was built, where vLLM sets the start of hashes.
-    describe: Callable[[str, str], DescribeScheduler]
+    describe: Callable[[str, str, Durability], DescribeScheduler]
 
 
 def engine_facts(vllm_config: Any, kv_cache_config: Any, inexact_siblings: bool = False) -> EngineFacts:
@@ -57,11 +57,12 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any, inexact_siblings: bool 
     hash_tokens = hash_block_tokens(vllm_config, kv_cache_config)
     endpoint, replay_endpoint, topic = _events_of(vllm_config) if publishes else ("", "", "")
 
-    def describe(variant: str, private: str) -> DescribeScheduler:
+    def describe(variant: str, private: str, durability: Durability) -> DescribeScheduler:
         return DescribeScheduler(
             **asdict(names),
             variant=variant,
             private=private,
+            durability=durability,
             hash_form=hash_form(),
             hash_algorithm=str(vllm_config.cache_config.prefix_caching_hash_algo),
             hash_start=kv_cache_utils.NONE_HASH,

@@ -88,7 +88,12 @@ class SchedulerHalf:
             facts, settings, dispatcher, chunks, variants, pool, failed, ids, self.counters, faults
         )  # fmt: skip
         self._reporting = Reporting(
-            facts, dispatcher, pool, lambda: facts.describe(variants.epoch, variants.private), self.counters, faults
+            facts,
+            dispatcher,
+            pool,
+            lambda: facts.describe(variants.epoch, variants.private, variants.durability),
+            self.counters,
+            faults,
         )
 
     # ---- lookup -------------------------------------------------------------------------------

@@ -98,6 +98,11 @@ class Variants:
             parts.append(f"epoch={self._incarnation}/{self._epoch}")
         return _digest(" ".join(parts))
 
+    @property
+    def durability(self) -> Durability:
+        """Durability of `epoch`. REQUIRES: as epoch, which was read."""
+        return Durability.PROCESS if self.private else self._chain_durability
+
     def of(self, request: Any) -> Variant | None:
         """Variant of a request: the text "epoch" or "epoch/lora", and its durability; None if it must run without cache."""
         if self._confuses_embeddings(request):
@@ -110,7 +115,7 @@ class Variants:
             return None
         private = private or (known is not None and known.fingerprint is None)
         epoch = self._own(self.epoch) if private else self.epoch
-        durability = Durability.PROCESS if private or self.private else self._chain_durability
+        durability = Durability.PROCESS if private else self.durability
         if known is None:
             return Variant(epoch, durability)
         if not self._whole_digests:

@@ -13,7 +13,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from kvserver.protocol.fields import Label, Message, Name, Positive, Small, Text, Unsigned
+from kvserver.protocol.fields import Durability, Label, Message, Name, Positive, Small, Text, Unsigned
 
 HashBytes: TypeAlias = Annotated[int, Meta(ge=8, le=32)]
 Hash: TypeAlias = Annotated[bytes, Meta(max_length=32)]
@@ -70,6 +70,7 @@ class DescribeScheduler(Message):
     private: Label = (
         ""  # why the engine shares KV with no other, if the scheduler half knows a reason; empty: it knows none
     )
+    durability: Durability = Durability.PROCESS  # of `variant`, as in lookups
 
 
 class TakeKVEvents(Message):

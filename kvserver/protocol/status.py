@@ -54,6 +54,13 @@ class PinsStatus(Struct, frozen=True, kw_only=True):
     passed_over: int = 0  # evictions that took another chunk than a pinned one
 
 
+class PrefetchesStatus(Struct, frozen=True, kw_only=True):
+    """Prefetches (`/cache/prefetches`) of the daemon: prompts that L1 gets from L2 before a request."""
+
+    prefetches: int = 0
+    requests: dict[str, int] = {}  # by outcome
+
+
 class DirectionStatus(Struct, frozen=True):
     """Bytes that a GPU copied in one direction."""
 
@@ -426,3 +433,4 @@ class DaemonStatus(Struct, frozen=True, kw_only=True):
     serving: str = ""  # on, stores-off or off
     not_ready: str = ""  # why it should receive no traffic, as /readyz states it
     pins: PinsStatus = PinsStatus()
+    prefetches: PrefetchesStatus = PrefetchesStatus()

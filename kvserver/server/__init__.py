@@ -8,6 +8,7 @@ from kvserver.server.loads import Loads
 from kvserver.server.lookups import L1Lookups
 from kvserver.server.loop import Server
 from kvserver.server.pins import MOST_SECONDS, PinReport, PinRequest, Pins, PinsReport
+from kvserver.server.prefetches import PrefetchReports
 from kvserver.server.samples import SERIES, take_sample
 from kvserver.server.serving import Serving
 from kvserver.server.sessions import DeletedSession, SessionReports, SessionsReport
@@ -17,6 +18,7 @@ from kvserver.server.status import (
     instance_status,
     l1_status,
     pins_status,
+    prefetches_status,
     totals_status,
 )
 from kvserver.server.stores import Stores

@@ -85,7 +85,7 @@ class Pins:
 
     # ---- a new pin ------------------------------------------------------------------------------
 
-    def pin(self, request: PinRequest) -> PinReport:
+    def begin(self, request: PinRequest) -> PinReport:
         return self._counted(self._pin(request))
 
     def reject(self, code: str, text: str) -> PinReport:

@@ -20,12 +20,14 @@ from kvserver.protocol.status import (
     L1Status,
     ModelStatus,
     PinsStatus,
+    PrefetchesStatus,
     RequestsStatus,
     TotalsStatus,
     WorkerStatus,
 )
 from kvserver.server.pins import OUTCOMES
 from kvserver.telemetry import PHASES, Rpc
+from kvserver.tiering import Prefetches
 
 _OF_ENDS = (  # of RequestsStatus: what follows from the ends of requests
     *("saved_seconds", "ended_requests", "prompt_tokens", "request_loads"),
@@ -71,6 +73,12 @@ def pins_status(cache: Cache) -> PinsStatus:
         requests={outcome: protections.requested[outcome] for outcome in OUTCOMES},
         ended={why.value: protections.ended[why] for why in ProtectionEnd},
         passed_over=protections.passed_over,
+    )
+
+
+def prefetches_status(prefetches: Prefetches) -> PrefetchesStatus:
+    return PrefetchesStatus(
+        prefetches=len(prefetches.live), requests={outcome: prefetches.requested[outcome] for outcome in OUTCOMES}
     )
 
 

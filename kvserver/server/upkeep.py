@@ -30,7 +30,7 @@ from kvserver.events import Bus, L1Cleared
 from kvserver.restart import KeptL1
 from kvserver.server.loads import Loads
 from kvserver.server.stores import Stores
-from kvserver.tiering import Resync, Storage
+from kvserver.tiering import Prefetches, Resync, Storage
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +55,7 @@ class Upkeep:
     workers: Workers
     resync: Resync
     storage: Storage
+    prefetches: Prefetches
     kept_l1: KeptL1
     bus: Bus
     clock: Callable[[], float] = time.monotonic
@@ -131,6 +132,7 @@ class Upkeep:
         """Once a second or so: expire leases and departed instances, close silent connections, note what has been pinned."""
         self.devices.update_pinned_pages(self.cache.pool)
         self.storage.tick()
+        self.prefetches.tick()
         self.kept_l1.tick()
         self.workers.tick()
         self.cache.expire_leases(self.clock())
@@ -162,6 +164,7 @@ class Upkeep:
         """
         chunks = self.cache.clear_namespaces(base)
         self.kept_l1.clear(base)
+        self.prefetches.clear(base)
         log.info("%d chunks cleared from L1", chunks)
         self.storage.clear(base, lambda failure: done(chunks, failure))
         # Behind L2's events: what both tiers have shares a description.

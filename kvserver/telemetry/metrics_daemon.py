@@ -49,6 +49,8 @@ _DAEMON: tuple[Metric[DaemonStatus], ...] = (
     Metric("kvserver_cache_pin_requests", "Requests to pin a prompt, by outcome.", Kind.COUNTER, lambda of: of.pins.requests, ("outcome",)),
     Metric("kvserver_cache_pins_ended", "Pins of prompts that ended, by reason.", Kind.COUNTER, lambda of: of.pins.ended, ("reason",)),
     Metric("kvserver_cache_pin_passed_over_chunks", "Pinned chunks that were next to be evicted from L1: each time another chunk was evicted instead.", Kind.COUNTER, lambda of: of.pins.passed_over),
+    Metric("kvserver_cache_prefetches_live", "Prefetches of prompts from L2 to L1 that have not ended; what each brought is leased until it ends.", Kind.GAUGE, lambda of: of.prefetches.prefetches),
+    Metric("kvserver_cache_prefetches", "Requests to bring a prompt from L2 to L1 before a request needs it, by outcome.", Kind.COUNTER, lambda of: of.prefetches.requests, ("outcome",)),
     Metric("kvserver_instances_connected", "Engine instances whose first worker registered.", Kind.COUNTER, lambda of: of.connects.connected),
     Metric("kvserver_tickets", "Copies, mappings and unmappings of memory that are in flight.", Kind.GAUGE, lambda of: of.books.tickets),
     Metric("kvserver_leases", "Requests whose lookup protects chunks of L1 from eviction.", Kind.GAUGE, lambda of: of.books.leases),

@@ -12,16 +12,18 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from kvserver.cache import Chunk, StorePlan
-from kvserver.engines import Instance, Respond, Worker
+from kvserver.engines import Counts, Instance, Respond, Worker
 from kvserver.l2 import Coverage
 from kvserver.protocol import Durability, Lookup, LookupReply
 from kvserver.tiering.presence import Attainable, MissingObjects
 
 BATCH = 16  # objects that become READY together
+_MOST_READ_SECONDS = 10.0  # of one object; no request waits longer
 
 Owner: TypeAlias = tuple[str, str]  # (instance id, request id)
 # Looks the request up in L1, leases what it finds and makes the reply; it is given the tokens that were read for the request.
 Answer: TypeAlias = Callable[[Lookup, int], LookupReply]
+GiveUp: TypeAlias = Callable[[], None]
 
 
 class Work(enum.Enum):
@@ -49,6 +51,7 @@ class Filled:
     bytes: int  # that its request has not loaded
     tokens: int
     deadline: float  # of the request's lease
+    give_up: GiveUp | None  # of the fill
 
 
 @dataclass(eq=False, slots=True)
@@ -65,6 +68,9 @@ class Fill:
     overtaken_until_ns: int  # by fills that have room, while this one waits for room
     due_ns: int
     hit_chunks: int  # of L1 when the fill began
+    counts: Counts  # of lookups' fills
+    give_up: GiveUp | None = None  # of a prefetch, which no request waits for: ends it, to make room for one
+    clipped: bool = False  # L1 had no room for all that L2 has
     chunks: int = 0  # of the hit that it is to give
     probes: int = 0  # that have not ended; nothing is planned before
     todo: deque[MissingObjects] = field(default_factory=deque)  # to be reserved; nothing is read before all are
@@ -82,6 +88,10 @@ class Fill:
     awaited: deque[tuple[Chunk, int]] = field(default_factory=deque)  # with the group; others fill them
     lost: bool = False  # one of them was not filled
     tokens: int = 0  # of the objects of group 0 that were read
+
+    def read_due_ns(self, now: float) -> int:
+        """Deadline of a read or probe that begins now: a prefetch waits longer than a tier may hold up the reads of others."""
+        return min(self.due_ns, int((now + _MOST_READ_SECONDS) * 1e9))
 
     @property
     def only_chunks(self) -> bool:

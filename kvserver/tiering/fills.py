@@ -6,6 +6,9 @@ Its chunks stay pinned until the fill ends. Then the request leases what L1 has 
 all is read, at its deadline, or when its request, engine or namespace ends. Reads that run then are cancelled; their pages stay
 allocated until their tickets end.
 
+A prefetch is a fill for a request that may come. It reads after all requests' fills, however slow its tier is. Its bytes count until
+it is ended. Prefetches may use half of the bound, and one is given up when a request's fill needs its room.
+
 A turn of the loop plans one fill, reserves one batch, or begins to read one: other requests are answered between.
 
 Fills need a bound, or waiting requests would evict what others are about to load. Counted are the bytes of fills under way, and
@@ -20,16 +23,29 @@ know: how a tier reads (`l2`), which probes are waited for (`probes`), which hit
 
 from __future__ import annotations
 
+import math
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kvserver.cache import Cache, Chunk
-from kvserver.engines import Instance, Respond
+from kvserver.engines import Counts, Instance, Respond
 from kvserver.events import Bus, ChunksStored, publish_evicted
 from kvserver.l2 import ObjectName, TierEnd, TierOutcome
-from kvserver.protocol import AwaitFill, Durability
-from kvserver.tiering.fill import BATCH, Answer, Fill, FillBatch, Filled, Owner, Work, batches, bytes_of, is_filling
+from kvserver.protocol import AwaitFill, Durability, Lookup
+from kvserver.tiering.fill import (
+    BATCH,
+    Answer,
+    Fill,
+    FillBatch,
+    Filled,
+    GiveUp,
+    Owner,
+    Work,
+    batches,
+    bytes_of,
+    is_filling,
+)
 from kvserver.tiering.presence import Attainable, MissingObjects, Presence, keys_of, most_within
 from kvserver.tiering.probes import Probes
 from kvserver.tiering.rates import MOST_READS, ReadRates
@@ -67,7 +83,7 @@ class Fills:
         self._bus = bus
         self._lease_seconds, self._clock = lease_seconds, clock
         self._fills: OrderedDict[Owner, Fill] = OrderedDict()  # the first that has not begun is the next to begin
-        self._filled: OrderedDict[Owner, Filled] = OrderedDict()  # by request, in the order of their deadlines
+        self._filled: OrderedDict[Owner, Filled] = OrderedDict()  # by request, the oldest first
         self._bound = memory_bound(cache.pool.pages * cache.pool.page_bytes)
         self._open_batches = 0
 
@@ -79,9 +95,15 @@ class Fills:
     @property
     def used_bytes(self) -> int:
         """Bytes that count for the bound."""
-        return sum(fill.bytes for fill in self._fills.values() if fill.began) + sum(
-            filled.bytes for filled in self._filled.values()
-        )
+        return sum(each.bytes for each in self._counted())
+
+    @property
+    def _prefetched_bytes(self) -> int:
+        return sum(each.bytes for each in self._counted() if each.give_up is not None)
+
+    def _counted(self) -> Iterator[Fill | Filled]:
+        yield from self._filled.values()
+        yield from (fill for fill in self._fills.values() if fill.began)
 
     @property
     def next_due_ns(self) -> int | None:
@@ -103,23 +125,42 @@ class Fills:
         now_ns, wait_ns = int(self._clock() * 1e9), request.wait_ms * 1_000_000
         fill = self._fills[owner] = Fill(
             owner, lookup, respond, answer, namespace, durability, instance, instance.any_worker(), list(instance.coverages),
-            now_ns + wait_ns // 2, now_ns + wait_ns, reply.hit_chunks,
+            now_ns + wait_ns // 2, now_ns + wait_ns, reply.hit_chunks, instance.counts,
         )  # fmt: skip
         self._probes.begin(fill)
+
+    def prefetch(
+        self, lookup: Lookup, namespace: bytes, instance: Instance, due_ns: int, answer: Answer, give_up: GiveUp
+    ) -> Fill | None:
+        """Fill for no request what the lookup lacks, until end() of its owner. It is planned unless tiers must be asked; None if L2 has none."""
+        owner, durability = (lookup.instance_id, lookup.request_id), instance.durability(lookup.durability)
+        hit_chunks = answer(lookup, 0).hit_chunks
+        if durability is Durability.PROCESS or len(self._fills) >= MOST_FILLS:
+            return None
+        fill = self._fills[owner] = Fill(
+            owner, lookup, lambda _: None, answer, namespace, durability, instance, instance.any_worker(), list(instance.coverages),
+            due_ns, due_ns, hit_chunks, Counts(), give_up,
+        )  # fmt: skip
+        self._probes.begin(fill)
+        if not fill.probes:
+            self._plan(fill)
+        return fill
 
     def _plan(self, fill: Fill) -> None:
         """Queue what is to be read; answer at once if that is nothing, or would take longer than to compute it."""
         fill.planned = True
-        found = self._fitting(fill, self._bound)
+        found = self._fitting(fill, self._bound_of(fill))
         if found is None:
             self._finish(fill)
             return
         if not fill.replanned:
-            if self._presence.is_slow(fill.instance, found.chunks - fill.hit_chunks, found.reads):
-                fill.instance.counts.fills_not_begun += 1
+            if fill.give_up is None and self._presence.is_slow(
+                fill.instance, found.chunks - fill.hit_chunks, found.reads
+            ):
+                fill.counts.fills_not_begun += 1
                 self._finish(fill)
                 return
-            fill.instance.counts.fills += 1
+            fill.counts.fills += 1
             fill.planned_at, fill.expected_seconds = self._clock(), self._rates.expected_seconds(found.reads)
         self._queue(fill, found)
 
@@ -134,7 +175,14 @@ class Fills:
             )
             if found is None or bytes_of(found) <= bound:
                 return found
+            fill.clipped = True
             most = most_within(bound, found, fill.worker.spec.object_groups, fill.coverages)
+
+    def _bound_of(self, fill: Fill) -> int:
+        if fill.give_up is None:
+            return self._bound
+        planned = [each for each in self._fills.values() if not (each.began or each is fill)]
+        return self._bound // 2 - self._prefetched_bytes - sum(each.bytes for each in planned if each.give_up)
 
     def _queue(self, fill: Fill, found: Attainable) -> None:
         fill.chunks, fill.todo, fill.bytes = found.chunks, deque(batches(found.missing)), bytes_of(found)
@@ -163,7 +211,7 @@ class Fills:
     def tick(self) -> None:
         """Stop counting bytes that were read for requests that never ended, once their leases have ended."""
         now = self._clock()
-        while self._filled and (owner := next(iter(self._filled))) and self._filled[owner].deadline <= now:
+        for owner in [owner for owner, filled in self._filled.items() if filled.deadline <= now]:
             del self._filled[owner]
 
     def end_of_instance(self, instance_id: str) -> None:
@@ -206,14 +254,15 @@ class Fills:
 
     def _next(self, now_ns: int) -> tuple[Work, Fill] | None:
         """The work to do next, and for which fill. Plans first: their answer may be that nothing is read."""
-        for fill in self._fills.values():
+        fills = sorted(self._fills.values(), key=lambda fill: fill.give_up is not None)
+        for fill in fills:
             if not fill.planned and not fill.probes:
                 return Work.PLAN, fill
         may_overtake = True
-        for fill in self._fills.values():
+        for fill in fills:
             if fill.probes:
                 continue
-            if not fill.began and not (may_overtake and self._fits_beside_others(fill)):
+            if not fill.began and not (may_overtake and self._make_room(fill)):
                 may_overtake = may_overtake and now_ns < fill.overtaken_until_ns  # else it might never have room
             elif fill.todo:
                 return Work.RESERVE, fill
@@ -221,9 +270,17 @@ class Fills:
                 return Work.READ, fill
         return None
 
-    def _fits_beside_others(self, fill: Fill) -> bool:
+    def _make_room(self, fill: Fill) -> bool:
+        """True if it may begin beside the others. Prefetches are given up for a request, the oldest first."""
         used = self.used_bytes
-        return not used or used + fill.bytes <= self._bound
+        if not used or used + fill.bytes <= self._bound:
+            return True
+        of_requests = used - self._prefetched_bytes
+        if fill.give_up is not None or (of_requests and of_requests + fill.bytes > self._bound):
+            return False
+        while (used := self.used_bytes) > of_requests and used + fill.bytes > self._bound:
+            next(each.give_up for each in self._counted() if each.give_up is not None)()
+        return True
 
     def _reserve_batch(self, fill: Fill, missing: MissingObjects) -> None:
         coverage = fill.coverages[missing.group]
@@ -245,6 +302,7 @@ class Fills:
 
     def _cut(self, fill: Fill) -> None:
         """L1 has no space for all of it now: the hit ends where what was reserved ends, or a smaller one is tried."""
+        fill.clipped = True
         fill.todo.clear()
         if fill.only_chunks:
             return
@@ -310,7 +368,7 @@ class Fills:
                 self._batch_ended(fill, batch)
 
         name = ObjectName(fill.namespace, group, chunk.key)
-        ticket = self._tiers.get(tier, name, batch.coverage.memory_of(chunk), fill.due_ns, ended)
+        ticket = self._tiers.get(tier, name, batch.coverage.memory_of(chunk), fill.read_due_ns(self._clock()), ended)
         batch.reads[place] = (tier, ticket)
         began = self._rates.begun(tier)
 
@@ -374,12 +432,13 @@ class Fills:
                 self._tiers.cancel(tier, ticket)
         now = self._clock()
         if fill.began:
-            self._filled[fill.owner] = Filled(fill.bytes, fill.tokens, now + self._lease_seconds)
+            deadline = now + self._lease_seconds if fill.give_up is None else math.inf  # a prefetch is always ended
+            self._filled[fill.owner] = Filled(fill.bytes, fill.tokens, deadline, fill.give_up)
             self._filled.move_to_end(fill.owner)
         if fill.planned_at:
-            fill.instance.counts.fill_seconds += now - fill.planned_at
+            fill.counts.fill_seconds += now - fill.planned_at
         if fill.expected_seconds is not None and now - fill.planned_at > fill.expected_seconds:
-            fill.instance.counts.fills_slower += 1
+            fill.counts.fills_slower += 1
         try:
             reply = fill.answer(fill.lookup, fill.tokens)
         finally:

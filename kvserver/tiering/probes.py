@@ -69,7 +69,7 @@ class Probes:
                 for group, spec in enumerate(groups)
             ]
             tokens = (_chunks(fill) - min(known)) * fill.worker.spec.chunk_tokens
-            waits = worth.is_waited_for(tokens, fill.instance.expected_speed)
+            waits = fill.give_up is not None or worth.is_waited_for(tokens, fill.instance.expected_speed)
             if waits or worth.beside < MOST_BESIDE:
                 for group, spec in enumerate(groups):
                     self._probe(fill, tier, group, spec.kind == "full", known[group], waits)
@@ -88,7 +88,7 @@ class Probes:
                 worth.note(self._clock() - began, max(0, found), max(1, _chunks(fill) - known))
 
         keys = fill.lookup.keys[fill.hit_chunks * KEY_BYTES :] if chain else fill.lookup.keys
-        self._tiers.probe(tier, fill.namespace, group, keys, chain, fill.due_ns, ended)
+        self._tiers.probe(tier, fill.namespace, group, keys, chain, fill.read_due_ns(began), ended)
         if waits:
             fill.probes += 1
         else:

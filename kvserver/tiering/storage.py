@@ -11,9 +11,9 @@ from typing import Protocol
 from kvserver.cache import Chunk
 from kvserver.engines import Instance, Respond
 from kvserver.l2 import Coverage
-from kvserver.protocol import AwaitFill, Durability
+from kvserver.protocol import AwaitFill, Durability, Lookup
 from kvserver.protocol.status import TierStatus
-from kvserver.tiering.fill import Answer, Owner
+from kvserver.tiering.fill import Answer, Fill, GiveUp, Owner
 from kvserver.tiering.presence import InL2
 from kvserver.tiering.tiers import Tiers
 
@@ -33,6 +33,11 @@ class Storage(Protocol):
 
     def begin(self, request: AwaitFill, instance: Instance, respond: Respond, answer: Answer) -> None:
         """Fill what the lookup lacks; `respond` gets what `answer` finds when that has ended, or after request.wait_ms."""
+
+    def prefetch(
+        self, lookup: Lookup, namespace: bytes, instance: Instance, due_ns: int, answer: Answer, give_up: GiveUp
+    ) -> Fill | None:
+        """Fill for no request what the lookup lacks, until ended(). `give_up`: requests need its room. None if L2 has nothing."""
 
     def loading(self, owner: Owner) -> None:
         """The request has begun to load: what was read for it may leave L1 again."""
@@ -141,4 +146,4 @@ class NoStorage:
     def _nothing(self, *_: object, **__: object) -> None:
         """Do nothing: no object is stored."""
 
-    loading = stored = loaded = instance_ended = complete = tick = audit = end_fills = close = _nothing
+    prefetch = loading = stored = loaded = instance_ended = complete = tick = audit = end_fills = close = _nothing

@@ -38,6 +38,7 @@ class TieredStorage:
         self._events = L2Events(self.tiers.local, bus, clock)
         self.present = self._events.present
         self.begin, self.loading, self.ended = self.fills.begin, self.fills.loaded, self.fills.end
+        self.prefetch = self.fills.prefetch
         self.instance_ended, self.end_fills = self.fills.end_of_instance, self.fills.end_all
         self.stored, self.loaded, self.status = self.spill.stored, self.spill.loaded, self.spill.status
 

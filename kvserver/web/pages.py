@@ -2,7 +2,7 @@
 
 Pages: `/status`, `/instances`, `/sessions`, `/cache/pins`, `/metrics`, `/livez`, `/readyz`, `/config`, `/kv/snapshot`, `/explain`, and the page for people at
 `/` with its assets and `/history`. Commands: `POST /cache/clear`, `POST /config/serving`, `POST /audit`, `POST /kv/match`,
-`DELETE /sessions/ID`, `POST /cache/pins`, `DELETE /cache/pins/ID`.
+`DELETE /sessions/ID`, `POST /cache/pins`, `DELETE /cache/pins/ID`, and the same of `/cache/prefetches`.
 
 A request is read as a whole before it is answered: first its head, which `access` decides on, then its body. A page waits a
 bounded time for the loop. If the loop does not answer, the page shows the last snapshot with its age (`stale_seconds`), and
@@ -32,11 +32,20 @@ from kvserver import __version__
 from kvserver.observability import Observability
 from kvserver.protocol.status import DaemonStatus
 from kvserver.routing import MOST_BODY_BYTES, MatchPages
-from kvserver.server import Audit, Clears, Pins, Server, Serving, SessionReports, Upkeep
+from kvserver.server import Audit, Clears, Pins, PrefetchReports, Server, Serving, SessionReports, Upkeep
 from kvserver.telemetry import Family, RpcCounts
 from kvserver.telemetry.metrics_process import process_families
 from kvserver.telemetry.prometheus import render
-from kvserver.web import clear_page, explain_page, page, pins_page, serving_page, sessions_page, snapshot_page
+from kvserver.web import (
+    clear_page,
+    explain_page,
+    page,
+    pins_page,
+    prefetches_page,
+    serving_page,
+    sessions_page,
+    snapshot_page,
+)
 from kvserver.web.access import OPEN_PAGES, Access, Refusal
 from kvserver.web.connections import ANSWER_SECONDS, IDLE_SECONDS, REQUEST_SECONDS, WHY_SPARE, Connections, Phase
 from kvserver.web.history import NO_HISTORY, History
@@ -77,6 +86,7 @@ class StatusPages(Connections):
         self.clears = Clears(upkeep)
         self.sessions = SessionReports(upkeep)
         self.pins = Pins(upkeep)
+        self.prefetches = PrefetchReports(upkeep)
         self.serving = serving or Serving()
         self._settings = settings
         self.explain = observability.explain
@@ -354,10 +364,22 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(code, body, "application/json")
 
     def _pins(self) -> None:
-        self._send(200, pins_page.all_pins(self.server.pins, self.server.ask), "application/json")
+        self._send(200, pins_page.everything(self.server.pins, self.server.ask), "application/json")
 
     def _delete_pin(self) -> None:
         code, body = pins_page.delete(self.server.pins, self.server.ask, self.path)
+        self._send(code, body, "application/json")
+
+    def _prefetch(self) -> None:
+        server, content_type = self.server, self.headers.get_content_type()
+        code, body = prefetches_page.create(server.prefetches, server.match, server.ask, self._body, content_type)
+        self._send(code, body, "application/json")
+
+    def _prefetches(self) -> None:
+        self._send(200, pins_page.everything(self.server.prefetches, self.server.ask), "application/json")
+
+    def _delete_prefetch(self) -> None:
+        code, body = pins_page.delete(self.server.prefetches, self.server.ask, self.path)
         self._send(code, body, "application/json")
 
     def _audit(self) -> None:
@@ -415,6 +437,8 @@ _PAGES: dict[str, Callable[[_Handler], None]] = {
     "GET /sessions": _Handler._sessions,
     "GET /cache/pins": _Handler._pins,
     "POST /cache/pins": _Handler._pin,
+    "GET /cache/prefetches": _Handler._prefetches,
+    "POST /cache/prefetches": _Handler._prefetch,
     "POST /cache/clear": _Handler._clear,
     "POST /config/serving": _Handler._serving,
     "POST /audit": _Handler._audit,
@@ -423,7 +447,8 @@ _PAGES: dict[str, Callable[[_Handler], None]] = {
 _DELETIONS: dict[str, Callable[[_Handler], None]] = {
     sessions_page.PREFIX: _Handler._delete_session,
     pins_page.PREFIX: _Handler._delete_pin,
+    prefetches_page.PREFIX: _Handler._delete_prefetch,
 }
 _COMMANDS_WITH_QUERY = ("/cache/clear", "/config/serving")
-_WITH_BODY = ("/kv/match", "/cache/pins")
+_WITH_BODY = ("/kv/match", "/cache/pins", "/cache/prefetches")
 _LISTED = ", ".join(name for name in _PAGES if not name.startswith("GET /assets/"))

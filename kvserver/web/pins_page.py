@@ -16,35 +16,49 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from kvserver.protocol import KEY_BYTES
 from kvserver.routing import BadQuery, JsonQuery, MatchPages
-from kvserver.server import MOST_SECONDS, PinReport, PinRequest, Pins
+from kvserver.server import MOST_SECONDS, PinReport, PinRequest
 
 PREFIX = "/cache/pins/"
 _LONGEST_ID = 64
 _CODES = {"rejected": 409, "missing": 404}
 
 
-class _Pin(JsonQuery, kw_only=True):
+class TimedQuery(JsonQuery, kw_only=True):
+    ttl_seconds: float
+
+
+class _Pin(TimedQuery, kw_only=True):
     ttl_seconds: Annotated[float, Meta(gt=0, le=MOST_SECONDS)]
 
 
-_decoder = msgspec.json.Decoder(_Pin)
+_decoder: msgspec.json.Decoder[TimedQuery] = msgspec.json.Decoder(_Pin)
+
+
+class Requested(Protocol):
+    """Pins, or what is requested and reported as pins are."""
+
+    def begin(self, request: PinRequest) -> PinReport: ...
+    def reject(self, code: str, text: str) -> PinReport: ...
+    def all(self) -> Struct: ...
+    def delete(self, id: str) -> PinReport: ...
 
 
 def create(
-    pins: Pins, match: MatchPages, ask: Callable[[Callable[[], PinReport]], PinReport], body: bytes, content_type: str
-) -> tuple[int, bytes]:
+    pins: Requested, match: MatchPages, ask: Callable[[Callable[[], PinReport]], PinReport], body: bytes, content_type: str,
+    decoder: msgspec.json.Decoder[TimedQuery] = _decoder,
+) -> tuple[int, bytes]:  # fmt: skip
     """HTTP code and JSON. `ask` runs a function in the loop."""
     if content_type != "application/json":
         return _bad(415, "media_type", "send application/json")
     try:
-        query = _decoder.decode(body)
+        query = decoder.decode(body)
         request = _request(match, query)
     except BadQuery as error:
         if error.code == 409:
@@ -53,11 +67,11 @@ def create(
         return _bad(error.code, error.error, error.message)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         return _bad(400, "bad_query", str(error))
-    report = ask(lambda: pins.pin(request))
+    report = ask(lambda: pins.begin(request))
     return _CODES.get(report.outcome, 200), msgspec.json.encode(report)
 
 
-def _request(match: MatchPages, query: _Pin) -> PinRequest:
+def _request(match: MatchPages, query: TimedQuery) -> PinRequest:
     engine, hashes = match.prompt(query)
     if len({hashes[at : at + KEY_BYTES] for at in range(0, len(hashes), KEY_BYTES)}) < len(hashes) // KEY_BYTES:
         raise BadQuery(400, "bad_query", "block_hashes has the hash of one block twice")
@@ -72,14 +86,14 @@ def _request(match: MatchPages, query: _Pin) -> PinRequest:
     )
 
 
-def all_pins(pins: Pins, ask: Callable[[Callable[[], Any]], Any]) -> bytes:
+def everything(pins: Requested, ask: Callable[[Callable[[], Any]], Any]) -> bytes:
     return msgspec.json.encode(ask(pins.all))
 
 
-def delete(pins: Pins, ask: Callable[[Callable[[], PinReport]], PinReport], path: str) -> tuple[int, bytes]:
-    id = path.removeprefix(PREFIX)
+def delete(pins: Requested, ask: Callable[[Callable[[], PinReport]], PinReport], path: str) -> tuple[int, bytes]:
+    id = path.split("/", 3)[3]
     if not 0 < len(id) <= _LONGEST_ID or not id.isalnum():
-        return _bad(400, "bad_parameter", "a pin's id is what POST /cache/pins answered")
+        return _bad(400, "bad_parameter", "an id is what a POST to this page answered")
     report = ask(lambda: pins.delete(id))
     return _CODES.get(report.outcome, 200), msgspec.json.encode(report)
 

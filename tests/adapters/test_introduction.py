@@ -12,7 +12,7 @@ from vllm.v1.core import kv_cache_utils
 
 from kvserver.adapters.common import introduction
 from kvserver.adapters.vllm.facts import engine_facts
-from kvserver.protocol import DescribeScheduler, Error, ErrorCode, KVGroup, RegisterWorker, Store
+from kvserver.protocol import DescribeScheduler, Durability, Error, ErrorCode, KVGroup, RegisterWorker, Store
 
 CHUNK = 64
 
@@ -37,6 +37,7 @@ def test_an_engine_describes_itself_in_its_first_step(make_daemon, make_tap, mak
     engine.generate("r", prompt(1, 2 * CHUNK))
     sent = wait_until(lambda: descriptions(tap))[0]
     (store,) = tap.of(Store)
+    assert sent.durability == store.durability
     (worker,) = tap.of(RegisterWorker)
     assert (sent.instance_id, sent.incarnation, sent.model_name) == ("one", worker.incarnation, worker.model_name)
     assert (worker.engine, worker.engine_version) == ("vllm", vllm.__version__)
@@ -95,7 +96,7 @@ def test_engine_describes_itself_to_each_daemon(make_daemon, make_tap, make_engi
 
 def described(folder, **options):
     config, caches = configure(folder, "ipc:///nowhere", **options)
-    return engine_facts(config, caches).describe("variant", "")
+    return engine_facts(config, caches).describe("variant", "", Durability.MACHINE)
 
 
 @pytest.mark.parametrize(("value", "form"), [("1", "int"), ("0", "bytes")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from support.daemon import Daemon, wait_until
 from support.mooncake import MooncakeStore
+from support.pins import KEYS, TOKENS, describe, post
 from support.registration import identity
 from support.shared_tiers import SharedStore
 from support.valkey import ValkeyStore
@@ -97,6 +99,27 @@ def test_engines_that_differ_in_one_fact_share_nothing(daemons: list[Daemon], ot
         with Worker(daemons[1].endpoint, identity=engine["identity"]) as worker:
             message = worker.lookup_message(keys, variant=engine["variant"])
             assert worker.ask(AwaitFill(message, 5000), LookupReply).hit_chunks == found
+
+
+def test_a_prefetch_asks_the_store_and_its_request_finds_all_in_l1(daemons: list[Daemon]) -> None:
+    store_in(daemons[0], KEYS)
+    with Worker(daemons[1].endpoint) as worker:
+        describe(worker)
+
+        def begun() -> dict[str, Any] | None:
+            _, found = post(daemons[1], page="/cache/prefetches", tokens=TOKENS)
+            return found if found.get("id") else None
+
+        assert wait_until(begun, what="the engine is described")["outcome"] == "deferred"
+
+        def listed() -> dict[str, Any]:
+            found: dict[str, Any] = json.loads(daemons[1].http("/cache/prefetches")[1])["prefetches"][0]
+            return found
+
+        wait_until(lambda: listed()["ready_in_seconds"] == 0, what="all is read")
+        assert (listed()["outcome"], listed()["tokens"]) == ("accepted", len(TOKENS))
+        reply = worker.ask(worker.lookup_message(KEYS), LookupReply)
+        assert (reply.hit_chunks, reply.fill_chunks) == (len(KEYS), 0)
 
 
 def test_machine_only_kv_is_written_to_tiers_of_its_machine_only(

@@ -27,8 +27,10 @@ def describe(worker: Worker, **more: Any) -> None:
     worker.send(worker.description(hash_algorithm="sha256", hash_start=START, hash_block_tokens=BLOCK, **more))
 
 
-def post(daemon: Daemon, content_type: str = "application/json", **query: Any) -> tuple[int, dict[str, Any]]:
-    url = f"http://127.0.0.1:{daemon.http_port}/cache/pins"
+def post(
+    daemon: Daemon, content_type: str = "application/json", page: str = "/cache/pins", **query: Any
+) -> tuple[int, dict[str, Any]]:
+    url = f"http://127.0.0.1:{daemon.http_port}{page}"
     request = urllib.request.Request(url, json.dumps(query).encode(), {"Content-Type": content_type})
     try:
         with urllib.request.urlopen(request, timeout=20) as answer:

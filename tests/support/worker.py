@@ -268,7 +268,9 @@ class Worker:
 
     def description(self, **changes: Any) -> DescribeScheduler:
         """How its scheduler half describes itself."""
-        return DescribeScheduler(**{**self.named, "variant": "", "hash_form": "bytes", **changes})
+        return DescribeScheduler(
+            **{**self.named, "variant": "", "hash_form": "bytes", "durability": self.durability, **changes}
+        )
 
     def stats_message(self, **changes: Any) -> EngineLoad:
         """Of an engine at rest, but for the changes."""

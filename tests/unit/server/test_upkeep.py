@@ -47,7 +47,7 @@ def upkeep(tier: SimpleNamespace) -> Upkeep:
     stores = SimpleNamespace(step=list, waiting=0)
     return Upkeep(
         cache=cache, devices=none, tickets=none, stores=cast(Any, stores), loads=none, workers=none,
-        resync=cast(Any, SimpleNamespace(step=step)), storage=cast(Any, storage), kept_l1=cast(Any, kept_l1),
+        resync=cast(Any, SimpleNamespace(step=step)), storage=cast(Any, storage), prefetches=none, kept_l1=cast(Any, kept_l1),
         bus=none, clock=time.monotonic,
     )  # fmt: skip
 

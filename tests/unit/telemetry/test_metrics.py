@@ -86,6 +86,8 @@ FROM_THE_START = {
     "kvserver_cache_pin_requests": "counter",
     "kvserver_cache_pins_ended": "counter",
     "kvserver_cache_pin_passed_over_chunks": "counter",
+    "kvserver_cache_prefetches_live": "gauge",
+    "kvserver_cache_prefetches": "counter",
     "kvserver_accounting_failures": "counter",
     "kvserver_undelivered_replies": "counter",
 }
