@@ -21,9 +21,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from kvserver.protocol import KEY_BYTES
+from kvserver.protocol import KEY_BYTES, MAX_PIN_SECONDS
 from kvserver.routing import BadQuery, JsonQuery, MatchPages
-from kvserver.server import MOST_SECONDS, PinReport, PinRequest, Pins
+from kvserver.server import PinReport, PinRequest, Pins
 
 PREFIX = "/cache/pins/"
 _LONGEST_ID = 64
@@ -31,7 +31,7 @@ _CODES = {"rejected": 409, "missing": 404}
 
 
 class _Pin(JsonQuery, kw_only=True):
-    ttl_seconds: Annotated[float, Meta(gt=0, le=MOST_SECONDS)]
+    ttl_seconds: Annotated[float, Meta(gt=0, le=MAX_PIN_SECONDS)]
 
 
 _decoder = msgspec.json.Decoder(_Pin)
