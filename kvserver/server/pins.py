@@ -132,7 +132,7 @@ class Pins:
             leading = cache.leading(namespace, request.hashes)
         else:
             namespace, leading, known = self._search(request)
-        tail = request.tail_keys(leading)
+        tail = request.tail if request.tail is not None else request.tail_keys(leading)
         if not known and not stores and not cache.leading(tails_of(namespace), tail):
             text = "not_cached: neither L1 nor a tier of files has its beginning; a prompt of a LoRA must be in L1"
             return PinReport(outcome="missing", reason=text)
