@@ -115,6 +115,9 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._registration: RankRegistration | None = None  # None: this worker is not registered, or the scheduler
         rank = f"rank {vllm_config.parallel_config.rank}"
         self._stats_reporter = StatsReporter(SCHEDULER if role == KVConnectorRole.SCHEDULER else rank)
+        self._is_alone = (
+            False  # no MultiConnector around it, which in older vLLM ends if two connectors answer with parameters
+        )
         self._stepped = False
         self._has_computed = False
         self._asleep = False  # between unregister_kv_caches and restore_kv_caches
@@ -127,6 +130,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         transfer = self._config.kv_transfer_config
         self._settings = read_settings(AdapterSettings, transfer.kv_connector_extra_config)
         outer = outer_transfer(transfer)
+        self._is_alone = outer is transfer
         self._refusal = unsupported(self._config, self._caches_config, outer)
         # vLLM reads the policy after it built the connector; its default fails the request.
         for config in (transfer, outer):
@@ -406,8 +410,8 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, scheduler: SchedulerHalf, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """`block_ids` are those of no group for a model without KV cache."""
-        scheduler.request_finished(request, block_ids)
-        return False, None
+        params = scheduler.request_finished(request, block_ids)
+        return False, params if self._is_alone else None
 
     @fenced(False)
     def has_pending_push_work(self) -> bool:

@@ -80,6 +80,8 @@ class Hits:
         chunks = self._useful_chunks(state)
         tail = self._useful_tail(state, chunks)
         session_id, session_salt = session_of(state)
+        if state.wishes.pin_seconds:
+            state.pin = "requested"
         return Lookup(
             instance_id=self._facts.names.instance_id,
             incarnation=self._facts.names.incarnation,
@@ -93,6 +95,7 @@ class Hits:
             tail_keys=self._chunks.block_keys(request, tail) if tail else b"",
             session_id=session_id,
             session_salt=session_salt,
+            pin_seconds=state.wishes.pin_seconds,
         )
 
     def tokens_to_load(self, state: RequestState, local_tokens: int, has_all: bool) -> int | None:

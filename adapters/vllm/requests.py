@@ -48,6 +48,7 @@ class RequestState(Question):
     tables: Tables = ()  # for vLLM before 0.30
     lost: bool = False  # its tables may be wrong: nothing is stored until vLLM sends them whole
     wishes: Wishes = NONE
+    pin: str = ""  # whether the pin that it wished was requested of the daemon; "" if it wished none
     turn: tuple[int, Any] = (0, None)  # `turn_of` the request, as of which all this is
     not_loaded: str = ""  # why it loads nothing that the daemon has: one of EndRequest's codes
 

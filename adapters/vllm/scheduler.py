@@ -13,7 +13,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, ParamSpec
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 from kvserver.adapters.common.cache_status import CacheStatus
 from kvserver.adapters.common.dispatcher import Dispatcher
@@ -34,7 +34,7 @@ from kvserver.adapters.vllm.sleeps import Sleeps
 from kvserver.adapters.vllm.storing import Storing
 from kvserver.adapters.vllm.support import rehashes_sessions
 from kvserver.adapters.vllm.variants import Variants
-from kvserver.adapters.vllm.wishes import wishes_of, wishes_of_turn
+from kvserver.adapters.vllm.wishes import TrustedPins, hinted, wishes_of, wishes_of_turn
 from kvserver.protocol import HelloReply
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ class SchedulerHalf:
         self._serves = False  # until the pool's hook sees which blocks are allocated
         self._stale_hashes = False  # vLLM's own cache may have blocks under hashes of other tokens
         self._requests = Requests(faults)
+        self._pins = TrustedPins(settings.trust_request_pins, self.counters)
         self._plan = StepPlan()
         self._variants = variants = Variants(
             f"{facts.names.instance_id}/{facts.names.incarnation}",
@@ -112,7 +113,9 @@ class SchedulerHalf:
         if variant is None:
             return  # it runs without cache
         self._variants.are_files_same(request, since)  # begins the look
-        wishes = wishes_of(request.kv_transfer_params, self.counters)
+        asked = wishes_of(request.kv_transfer_params, self.counters)
+        asked = hinted(asked, getattr(request, "kv_hints", None), self.counters)  # vLLM before 0.32 has none
+        wishes = self._pins.allowed(asked)
         state = RequestState(
             request=request,
             variant=variant,
@@ -120,6 +123,7 @@ class SchedulerHalf:
             wishes=wishes,
             waits_for_fills=wishes.waits_for_storage,
             turn=turn_of(request),
+            pin="" if not asked.pin_seconds else "refused: no_lookup" if wishes.pin_seconds else "refused: not_trusted",
         )
         self._requests[request.request_id] = state
         self._loading.look_up(state)
@@ -153,7 +157,7 @@ class SchedulerHalf:
         turn, request = turn_of(state.request), state.request
         if request.resumable and (turn[0] != state.turn[0] or turn[1] is not state.turn[1]):
             wishes = wishes_of_turn(request.sampling_params, state.wishes, self.counters)
-            state.begin_turn(self._variants.of(request), wishes)
+            state.begin_turn(self._variants.of(request), self._pins.allowed(wishes))
 
     def hit_sources(self, request_id: str) -> tuple[int, int]:
         """Tokens from L1, and from L2, of the load that was just planned."""
@@ -278,8 +282,11 @@ class SchedulerHalf:
 
     # ---- end of requests, cache resets, shutdown ----------------------------------------------
 
-    def request_finished(self, request: Request, tables: Tables) -> None:
-        """End the request. Requests that ran without cache are ended, too: the daemon counts every prompt."""
+    def request_finished(self, request: Request, tables: Tables) -> dict[str, Any] | None:
+        """End the request; return what its answer's kv_transfer_params should have.
+
+        Requests that ran without cache are ended, too: the daemon counts every prompt.
+        """
         state = self._requests.pop(request.request_id, None)
         self._shortage.ended(request)
         self._loading.request_ended(request.request_id, tables)
@@ -290,6 +297,7 @@ class SchedulerHalf:
         why = state.not_loaded if state is not None else ""
         why = "computes_all" if request.skip_reading_prefix_cache else why or self._variants.why_without_cache(request)
         self._reporting.request_ended(request.request_id, prompt, why)
+        return {"kvserver.pin": state.pin} if state is not None and state.pin else None
 
     def _plan_last_stores(self, state: RequestState, tables: Tables) -> None:
         self._follow_session(state)

@@ -46,6 +46,12 @@ class AdapterSettings(CommonSettings, frozen=True, kw_only=True):
             description="Set to true if multi_modal_uuids in requests name the same image, video or sound in every engine and at any time. If false, the KV of prompts with such items is shared with no other engine, since a user's name cannot be distinguished from a hash of the content."
         ),
     ] = False
+    trust_request_pins: Annotated[
+        bool,
+        Meta(
+            description="Set to true if every client of this engine may pin prompts in L1 (`kvserver.pin_seconds`), within the daemon's `--pin-share`. If false, such wishes are counted and do nothing."
+        ),
+    ] = False
     weights_version: Annotated[
         str,
         Meta(

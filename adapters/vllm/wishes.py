@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvserver.protocol import MAX_SESSION_ID
+from kvserver.protocol import MAX_PIN_SECONDS, MAX_SESSION_ID
 
 log = logging.getLogger("vllm.kvserver")
 
@@ -29,6 +29,7 @@ class Wishes:
     most_tokens: int = sys.maxsize  # of its prompt, from the first one on, that may be loaded
     waits_for_storage: bool = True  # for what the daemon has in L2 alone
     session_id: str = ""  # for vLLM before 0.32, whose requests have none
+    pin_seconds: float = 0.0  # how long its prompt should stay in L1
 
 
 NONE = Wishes()
@@ -43,6 +44,38 @@ def wishes_of(params: object, counters: Counter[str]) -> Wishes:
         if isinstance(name, str) and name.startswith(_PREFIX):
             wishes = _with(wishes, name.removeprefix(_PREFIX), value) or _refused(wishes, name, counters)
     return wishes
+
+
+def hinted(wishes: Wishes, hints: Any, counters: Counter[str]) -> Wishes:
+    """`wishes` with those in a request's `kv_hints`, which programs give to vLLM 0.32 and later. Other actions are counted.
+
+    `kvserver.prefetch` needs no act of its own: the request's lookup begins to read what L2 alone has.
+    """
+    for action in getattr(hints, "actions", None) or ():
+        named = action.action_type, action.action_version
+        if named == ("kvserver.pin", "1.0"):
+            seconds = action.payload.get("ttl_seconds")
+            wishes = _with(wishes, "pin_seconds", seconds) or _refused(wishes, "kv_hints: kvserver.pin", counters)
+        else:
+            counters["unknown_hints"] += named != ("kvserver.prefetch", "1.0")
+    return wishes
+
+
+class TrustedPins:
+    """Pins are wished as the requests state, or counted as refused. `trusts`: of the engine's configuration."""
+
+    def __init__(self, trusts: bool, counters: Counter[str]) -> None:
+        self._trusts, self._counters = trusts, counters
+
+    def allowed(self, wishes: Wishes) -> Wishes:
+        if not wishes.pin_seconds or self._trusts:
+            return wishes
+        self._counters["refused_pins"] += 1
+        if self._counters["refused_pins"] == 1:
+            log.warning(
+                "a request asks for a pin, and kvserver.trust_request_pins is not set. Further ones are only counted"
+            )
+        return replace(wishes, pin_seconds=0.0)
 
 
 def wishes_of_turn(parameters: Any, before: Wishes, counters: Counter[str]) -> Wishes:
@@ -62,6 +95,10 @@ def _with(wishes: Wishes, name: str, value: object) -> Wishes | None:
         return replace(wishes, most_tokens=min(value, wishes.most_tokens))
     if name == "session_id" and isinstance(value, str) and len(value) <= MAX_SESSION_ID:
         return replace(wishes, session_id=value)
+    if name == "pin_seconds" and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return replace(wishes, pin_seconds=float(value)) if 0 < value <= MAX_PIN_SECONDS else None
+    if name == "pin":  # of an earlier answer, which a router may pass on
+        return wishes
     if name == "tiers" and isinstance(value, (list, tuple)) and all(isinstance(tier, str) for tier in value):
         found = _TIERS.get(tuple(sorted(value)))
         if found is not None:
@@ -74,8 +111,8 @@ def _refused(wishes: Wishes, name: str, counters: Counter[str]) -> Wishes:
     if counters["bad_wishes"] == 1:
         log.warning(
             "kv_transfer_params of a request: %.100r has no such value, and is ignored; known are %sno_store (true or false), "
-            "%smax_load_tokens (0 or more), %stiers ([], ['l1'] or ['l1', 'l2']) and %ssession_id (up to 256 characters). Further ones "
-            "are only counted",
-            name, _PREFIX, _PREFIX, _PREFIX, _PREFIX,
+            "%smax_load_tokens (0 or more), %stiers ([], ['l1'] or ['l1', 'l2']), %spin_seconds (up to a week) and %ssession_id (up to 256 characters). "
+            "Further ones are only counted",
+            name, _PREFIX, _PREFIX, _PREFIX, _PREFIX, _PREFIX,
         )  # fmt: skip
     return wishes

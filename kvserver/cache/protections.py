@@ -41,6 +41,7 @@ class ProtectionEnd(Enum):
     DELETED = "deleted"
     CLEARED = "cleared"
     WEIGHTS = "weights"  # no engine has these weights any more
+    REPLACED = "replaced"  # its request was looked up again
     NOT_KEPT = "not_kept"  # a restart of the daemon, or its smaller L1, did not keep the chunks
     LOST_TIER = "lost_tier"  # a tier of L2 does not have the chunks any more, and L1 never got them
 
@@ -60,6 +61,9 @@ class Protection:
     tokens: int = 0  # of what is protected
     pages: int = 0
     kept: bool = False  # by a restart
+    # Of a request, which stores what is wanted: the clock starts anew whenever a chunk arrives, with so many seconds.
+    seconds: float = 0.0
+    arrived: bool = False  # a chunk did, after the last expire()
     note: str = ""  # what is not protected, and why; "": all of the prompt's chunks are, or will be
 
 
@@ -174,8 +178,9 @@ class Protections:
                     self._names -= 1
                     if self.fitting(chunk.namespace.model, [chunk]):
                         self.protect(protection, [chunk])
+                        protection.arrived = True
                     else:
-                        protection.note = "no_room: a chunk that came from L2 did not fit into --pin-share"
+                        protection.note = "no_room: a chunk that arrived later did not fit into --pin-share"
                         self.forget(protection, list(protection.wanted))  # chunks behind a hole are of no use
 
     def protect(self, protection: Protection, chunks: Iterable[Chunk]) -> None:
@@ -216,8 +221,16 @@ class Protections:
                 del self._wanted[name]
 
     def expire(self, now: float) -> None:
-        for protection in [each for each in self if each.deadline <= now]:
-            self.end(protection, ProtectionEnd.EXPIRED)
+        for protection in list(self):
+            if protection.arrived and protection.seconds:
+                self.set_deadline(protection, now + protection.seconds)
+            protection.arrived = False
+            if protection.deadline <= now:
+                self.end(protection, ProtectionEnd.EXPIRED)
+
+    def set_deadline(self, protection: Protection, deadline: float) -> None:
+        protection.expires_at += deadline - protection.deadline
+        protection.deadline = deadline
 
     def end_in(self, meant: Callable[[bytes], bool], why: ProtectionEnd) -> None:
         """End those in the namespaces that are meant."""
@@ -238,7 +251,7 @@ class Protections:
         """
         examined = 0
         for protection in list(self):
-            if examined < _EXAMINED_AT_ONCE and protection.wanted:
+            if examined < _EXAMINED_AT_ONCE and protection.wanted and not protection.seconds:
                 examined += len(protection.wanted)
                 self._live[protection.id] = self._live.pop(protection.id)  # behind the others
                 self._forget_lost(protection, still_there)

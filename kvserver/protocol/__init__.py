@@ -26,6 +26,7 @@ from kvserver.protocol.fields import (
     CONTENT_BYTES,
     KEY_BYTES,
     MAX_CHUNKS,
+    MAX_PIN_SECONDS,
     MAX_SESSION_ID,
     TOKEN_BYTES,
     Durability,

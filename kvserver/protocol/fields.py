@@ -17,6 +17,7 @@ TOKEN_BYTES = 4  # of a token id, little-endian
 CONTENT_BYTES = 8  # of a content id in a block report
 MAX_CHUNKS = 16384  # keys in one message
 MAX_SESSION_ID = 256  # characters
+MAX_PIN_SECONDS = 7 * 86400
 
 Name = Annotated[str, Meta(min_length=1, max_length=512)]
 Text = Annotated[str, Meta(max_length=4096)]

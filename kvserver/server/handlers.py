@@ -46,6 +46,7 @@ from kvserver.server.clears import ClearRefusal, ClearRequest, Clears
 from kvserver.server.copy_checks import check_chunk, chunk_count
 from kvserver.server.loads import Loads
 from kvserver.server.lookups import L1Lookups
+from kvserver.server.pins import Pins
 from kvserver.server.serving import Serving
 from kvserver.server.stores import Stores
 from kvserver.server.upkeep import Upkeep
@@ -75,7 +76,10 @@ class Handlers:
         """
         match request:
             case Lookup():
-                respond(self.lookups.answer(request))
+                reply = self.lookups.answer(request)
+                if request.pin_seconds:
+                    self._pin(request)
+                respond(reply)
             case LookupTail():
                 respond(self.lookups.answer_tail(request))
             case AwaitFill():
@@ -91,6 +95,7 @@ class Handlers:
             case EndRequest():
                 self.lookups.complete((request.instance_id, request.request_id))
                 self.reports.end_request(request)
+                Pins(self.upkeep).request_ended(request.instance_id, request.request_id)
             case DescribeScheduler():
                 self.reports.describe_scheduler(request)
             case EngineLoad():
@@ -108,6 +113,11 @@ class Handlers:
                 self.workers.unregister(request, respond)
             case Clear():
                 self._clear(request, respond)
+
+    def _pin(self, request: Lookup) -> None:
+        instance = self.instances.instance(request.instance_id, request.incarnation)
+        if (namespace := instance.namespace_of(request.variant)) is not None:
+            Pins(self.upkeep).pin_request(namespace, instance.model_name, request)
 
     def _await_fill(self, request: AwaitFill, respond: Respond) -> None:
         lookup = request.lookup

@@ -6,6 +6,7 @@ over (`cache`). Runs in the loop's thread.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import secrets
 import time
@@ -14,14 +15,14 @@ from dataclasses import dataclass
 from msgspec import Struct
 
 from kvserver.cache import MOST_NAMES, MOST_PROTECTIONS, Protection, ProtectionEnd, epoch_of, split_keys, tails_of
-from kvserver.protocol import KEY_BYTES
+from kvserver.protocol import KEY_BYTES, Lookup
 from kvserver.server.upkeep import Upkeep
 
 log = logging.getLogger(__name__)
 
-MOST_SECONDS = 7 * 86400
 MOST_CHUNKS = 1 << 14  # of one pin: one turn of the loop looks at each
 _MOST_REPORTED = 256
+_MOST_WAIT_SECONDS = 600.0  # of a request's pin, for the first chunk that it stores
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class PinRequest:
     full_groups: tuple[int, ...]  # numbers of the object groups of full attention
     ttl_seconds: float
     owner: str = "operator"
+    id: str = ""  # "": one that nothing else has
+    tail: bytes | None = None  # keys of the blocks behind the last chunk, of a request, which stores all that L1 lacks
 
     def chunk_keys(self, first: int, last: int) -> bytes:
         """The keys of chunks [first, last): the hash of the last block of each."""
@@ -43,6 +46,8 @@ class PinRequest:
 
     def tail_keys(self, chunks: int) -> bytes:
         """The keys of the blocks of the chunk behind so many."""
+        if self.tail is not None:
+            return self.tail if chunks == self.chunks else b""
         size = self.chunk_blocks * KEY_BYTES
         return self.hashes[chunks * size : (chunks + 1) * size] if self.chunk_blocks > 1 else b""
 
@@ -88,6 +93,25 @@ class Pins:
     def begin(self, request: PinRequest) -> PinReport:
         return self._counted(self._pin(request))
 
+    def pin_request(self, namespace: bytes, model_name: str, lookup: Lookup) -> None:
+        """Pin a request's prompt. What L1 lacks of it is protected once the request has stored it."""
+        owner = f"request:{lookup.instance_id}/{lookup.request_id}"
+        if (live := self._of(lookup.instance_id, lookup.request_id)) is not None:
+            self._upkeep.cache.protections.end(live, ProtectionEnd.REPLACED)
+        id = _id_of(lookup.instance_id, lookup.request_id)
+        self.begin(
+            PinRequest(namespace, model_name, lookup.keys, 1, (), lookup.pin_seconds, owner, id, lookup.tail_keys)
+        )
+
+    def request_ended(self, instance_id: str, request_id: str) -> None:
+        """Wait no longer for what the request stores than its pin lasts."""
+        protections = self._upkeep.cache.protections
+        if len(protections) and (pin := self._of(instance_id, request_id)) is not None:
+            protections.set_deadline(pin, min(pin.deadline, self._upkeep.clock() + pin.seconds))
+
+    def _of(self, instance_id: str, request_id: str) -> Protection | None:
+        return self._upkeep.cache.protections.get(_id_of(instance_id, request_id))
+
     def reject(self, code: str, text: str) -> PinReport:
         """Count a request that names no prompt of one namespace."""
         return self._counted(_rejected(code, text))
@@ -104,15 +128,23 @@ class Pins:
             return _rejected("too_many", f"there are {MOST_PROTECTIONS} pins; delete one")
         if request.chunks > MOST_CHUNKS:
             return _rejected("too_large", f"the prompt has {request.chunks} chunks, and a pin at most {MOST_CHUNKS}")
-        namespace, leading, known = self._search(request)
-        if not known and not cache.leading(tails_of(namespace), request.tail_keys(0)):
+        stores = request.tail is not None
+        if stores:
+            namespace, known = request.namespace, request.chunks
+            leading = cache.leading(namespace, request.hashes)
+        else:
+            namespace, leading, known = self._search(request)
+        tail = request.tail if request.tail is not None else request.tail_keys(leading)
+        if not known and not stores and not cache.leading(tails_of(namespace), tail):
             text = "not_cached: neither L1 nor a tier of files has its beginning; a prompt of a LoRA must be in L1"
             return PinReport(outcome="missing", reason=text)
-        if known + request.chunk_blocks > cache.protections.room_for_names:
+        if known + max(request.chunk_blocks, len(tail) // KEY_BYTES) > cache.protections.room_for_names:
             return _rejected("too_many", f"pins may name {MOST_NAMES} chunks together; delete some")
+        waits = stores and (leading < known or len(tail) > 0)
+        seconds = max(request.ttl_seconds, _MOST_WAIT_SECONDS) if waits else request.ttl_seconds
         protection = Protection(
-            secrets.token_hex(8), request.owner, namespace, cache.index.model(request.model_name),
-            self._upkeep.clock() + request.ttl_seconds, time.time() + request.ttl_seconds,
+            request.id or secrets.token_hex(8), request.owner, namespace, cache.index.model(request.model_name),
+            self._upkeep.clock() + seconds, time.time() + seconds, seconds=request.ttl_seconds if stores else 0.0,
         )  # fmt: skip
         keys = request.chunk_keys(0, request.chunks)
         boundary = cache.protect(protection, keys, request.tail_keys, request.chunk_keys(leading, known))
@@ -121,12 +153,17 @@ class Pins:
             return _rejected(
                 "no_room", f"pins may use {bound} bytes of L1 for this model, and not even its first chunk fits"
             )
+        if boundary == leading and stores and not protection.note:
+            id = tails_of(namespace)
+            blocks = split_keys(tail[cache.leading(id, tail) * KEY_BYTES :])
+            cache.protections.add(protection, [(id, key) for (key,) in blocks])
         if boundary < leading:
             protection.note = f"no_room: {leading - boundary} chunks of L1 do not fit into --pin-share"
         elif known < request.chunks and not protection.note:
             protection.note = f"not_cached: {request.chunks - known} chunks at its end are not there"
         report = self._report(protection)
-        log.info("pin %s: %d tokens, %s %s", protection.id, report.tokens, report.outcome, report.reason)
+        level = logging.DEBUG if stores else logging.INFO
+        log.log(level, "pin %s: %d tokens, %s %s", protection.id, report.tokens, report.outcome, report.reason)
         return report
 
     def _search(self, request: PinRequest) -> tuple[bytes, int, int]:
@@ -180,7 +217,7 @@ class Pins:
             outcome="deferred" if left else "clipped" if protection.note else "accepted",
             tokens=protection.tokens,
             bytes=protection.pages * page_bytes,
-            tiers=["l1"] * bool(protection.protected) + ["l2"] * bool(left),
+            tiers=["l1"] * bool(protection.protected) + ["l2"] * bool(left and not protection.seconds),
             expires_at=round(protection.expires_at, 3),
             ready_in_seconds=None if left else 0.0,
             reason=_waits(protection, left) if left else protection.note,
@@ -190,9 +227,15 @@ class Pins:
 
 
 def _waits(protection: Protection, left: int) -> str:
+    if protection.seconds:
+        return f"not_stored: {left} chunks or blocks are protected once the request has stored them"
     if protection.kept:
         return f"kept: L1 lacks {left} chunks after a restart; each is protected once L1 has it again"
     return f"in_l2: {left} chunks are in L2 alone; each is protected once a request reads it"
+
+
+def _id_of(instance_id: str, request_id: str) -> str:
+    return hashlib.blake2b(f"{instance_id}\0{request_id}".encode(), digest_size=8).hexdigest()
 
 
 def _rejected(code: str, text: str) -> PinReport:

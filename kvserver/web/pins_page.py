@@ -21,9 +21,9 @@ from typing import Annotated, Any, Protocol
 import msgspec
 from msgspec import Meta, Struct
 
-from kvserver.protocol import KEY_BYTES
+from kvserver.protocol import KEY_BYTES, MAX_PIN_SECONDS
 from kvserver.routing import BadQuery, JsonQuery, MatchPages
-from kvserver.server import MOST_SECONDS, PinReport, PinRequest
+from kvserver.server import PinReport, PinRequest
 
 PREFIX = "/cache/pins/"
 _LONGEST_ID = 64
@@ -35,7 +35,7 @@ class TimedQuery(JsonQuery, kw_only=True):
 
 
 class _Pin(TimedQuery, kw_only=True):
-    ttl_seconds: Annotated[float, Meta(gt=0, le=MOST_SECONDS)]
+    ttl_seconds: Annotated[float, Meta(gt=0, le=MAX_PIN_SECONDS)]
 
 
 _decoder: msgspec.json.Decoder[TimedQuery] = msgspec.json.Decoder(_Pin)

@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from hybrids import HYBRIDS
 from made_up_model import BLOCK, prompt
 from modelless import Answer, Engine
 from support.daemon import Daemon, wait_until
+from support.pins import pins
 
-from kvserver.adapters.vllm.wishes import NONE, Wishes, wishes_of
+from kvserver.adapters.vllm.wishes import NONE, Wishes, hinted, wishes_of
 
 CHUNK = 64
 TOKENS = prompt(1, 3 * CHUNK + 20)
@@ -147,6 +149,81 @@ def test_request_waits_for_l2_only_if_its_tiers_allow_it(
     assert ask(make_engine(daemon), "filled", tiers=["l1"]).external == 3 * CHUNK, "it is in memory now"
 
 
+# ---- pins -----------------------------------------------------------------------------------------
+
+TRUST = {"kvserver.trust_request_pins": True}
+PIN_1H = SimpleNamespace(action_type="kvserver.pin", action_version="1.0", payload={"ttl_seconds": 3600})
+
+
+def finished(engine: Engine, name: str, **wishes: Any) -> Any:
+    """The parameters that the connector adds to the answer."""
+    answers: list[Any] = []
+    connector = engine.connector
+    before = connector.request_finished_all_groups
+
+    def watched(request: Any, block_ids: Any) -> Any:
+        answers.append(before(request, block_ids))
+        return answers[-1]
+
+    connector.request_finished_all_groups = connector.request_finished = watched
+    ask(engine, name, **wishes)
+    ((_, params),) = answers
+    return params
+
+
+def test_a_trusted_request_pins_its_prompt_and_its_answer_says_so(
+    make_daemon: MakeDaemon, make_engine: MakeEngine
+) -> None:
+    daemon = make_daemon(pin_share=0.5)
+    engine = make_engine(daemon, extra=TRUST)
+    assert finished(engine, "pinned", pin_seconds=3600) == {"kvserver.pin": "requested"}
+    wait_until(lambda: [one["outcome"] for one in pins(daemon)] == ["accepted"], 60, "its chunks are stored")
+    (found,) = pins(daemon)
+    assert found["owner"].endswith("/pinned")
+    assert found["tokens"] == len(TOKENS) // BLOCK * BLOCK
+
+
+def test_a_request_of_an_engine_that_trusts_none_pins_nothing_and_is_counted(
+    make_daemon: MakeDaemon, make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "vllm.kvserver")
+    daemon = make_daemon(pin_share=0.5)
+    engine = make_engine(daemon)
+    assert finished(engine, "refused", pin_seconds=3600) == {"kvserver.pin": "refused: not_trusted"}
+    ask(engine, "again", pin_seconds=3600)
+    assert engine.connector.scheduler.counters["refused_pins"] == 2
+    assert sum("trust_request_pins" in record.getMessage() for record in caplog.records) == 1
+    assert pins(daemon) == []
+
+
+def test_an_answer_without_a_lookup_states_that_no_pin_was_requested(
+    make_daemon: MakeDaemon, make_engine: MakeEngine
+) -> None:
+    engine = make_engine(make_daemon(pin_share=0.5), extra=TRUST)
+    params = finished(engine, "unasked", pin_seconds=3600, max_load_tokens=0)
+    assert params == {"kvserver.pin": "refused: no_lookup"}
+
+
+def test_a_request_without_a_pin_adds_nothing_to_its_answer(make_daemon: MakeDaemon, make_engine: MakeEngine) -> None:
+    assert finished(make_engine(make_daemon(), extra=TRUST), "plain") is None
+
+
+def test_hints_of_programs_pin_and_unknown_ones_are_counted() -> None:
+    counters: Counter[str] = Counter()
+    unknown = [
+        SimpleNamespace(action_type=kind, action_version=version, payload={})
+        for kind, version in (("kv.fetch", "1.0"), ("kvserver.pin", "2.0"), ("kvserver.prefetch", "2.0"))
+    ]
+    prefetch = SimpleNamespace(action_type="kvserver.prefetch", action_version="1.0", payload={})
+    hints = SimpleNamespace(actions=[*unknown, prefetch, PIN_1H])
+    assert hinted(NONE, hints, counters) == Wishes(pin_seconds=3600.0)
+    assert (counters["unknown_hints"], counters["bad_wishes"]) == (3, 0)
+    assert hinted(NONE, None, counters) == NONE
+    odd = SimpleNamespace(action_type="kvserver.pin", action_version="1.0", payload={"ttl_seconds": "long"})
+    assert hinted(NONE, SimpleNamespace(actions=[odd]), counters) == NONE
+    assert counters["bad_wishes"] == 1
+
+
 # ---- their form -----------------------------------------------------------------------------------
 
 
@@ -161,6 +238,8 @@ def test_request_waits_for_l2_only_if_its_tiers_allow_it(
         ({"kvserver.tiers": ["l1"]}, Wishes(waits_for_storage=False)),
         ({"kvserver.tiers": ["l1"], "kvserver.max_load_tokens": 3}, Wishes(True, 3, False)),
         ({"kvserver.max_load_tokens": 3, "kvserver.tiers": []}, Wishes(True, 0, False)),
+        ({"kvserver.pin_seconds": 60}, Wishes(pin_seconds=60.0)),
+        ({"kvserver.pin": "requested"}, NONE),
     ],
 )
 def test_valid_wishes_are_parsed_and_not_counted_as_bad(params: object, expected: Wishes) -> None:
@@ -185,6 +264,12 @@ def test_valid_wishes_are_parsed_and_not_counted_as_bad(params: object, expected
         ("tiers", ["l1", "l3"]),
         ("tiers", [["l1"]]),
         ("tiers", {"l1": 1}),
+        ("pin_seconds", 0),
+        ("pin_seconds", -1.0),
+        ("pin_seconds", True),
+        ("pin_seconds", "60"),
+        ("pin_seconds", float("nan")),
+        ("pin_seconds", 604801),
         ("nonsense", 1),
     ],
 )
