@@ -179,7 +179,7 @@ def test_engines_of_a_hybrid_share_an_l1_that_is_too_small(make_daemon, make_tap
     tap.instead = lambda message: refused if isinstance(message, Retrieve) and dice.random() < 0.05 else None
     hybrid = HYBRIDS[model]
     few = {**hybrid.options, "num_blocks": hybrid.few_blocks, "extra": TIMEOUTS}
-    engines = [make_engine(tap.endpoint, **few, **paced(10 * seed + number, options)) for number in range(2)]
+    engines = [make_engine(tap.endpoint, **{**few, **paced(10 * seed + number, options)}) for number in range(2)]
     chaos = Chaos(10 * run + seed, engines, daemon, longest=max(LONGEST, 3 * hybrid.chunk))
     chaos.run(steps=200)
     print(f"{model} {options} seed {seed}: {chaos}")
