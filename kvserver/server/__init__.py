@@ -19,5 +19,6 @@ from kvserver.server.status import (
     pins_status,
     totals_status,
 )
+from kvserver.server.store_waits import StoreWaits
 from kvserver.server.stores import Stores
 from kvserver.server.upkeep import Audit, Upkeep
