@@ -29,6 +29,7 @@ from kvserver.server import (
     Server,
     Serving,
     Stores,
+    StoreWaits,
     Upkeep,
     take_sample,
 )
@@ -70,7 +71,10 @@ class Parts:
         self.tickets: Tickets[Ticket] = Tickets(devices)
         copies = Copies(cache.pool, self.tickets, instances, bus, clock)
         self.storage = storage = make_storage(tiers, cache, bus, settings.lease_seconds, clock)
-        lookups = L1Lookups(cache, devices, instances, settings.lease_seconds, storage, self.serving, bus, clock)
+        store_waits = StoreWaits(cache, clock)
+        lookups = L1Lookups(
+            cache, devices, instances, settings.lease_seconds, storage, self.serving, bus, store_waits, clock
+        )
         self.stores = Stores(cache, copies, bus, storage, self.serving)
         loads = Loads(cache, copies, bus, storage, self.serving)
         self.workers = Workers(
@@ -86,6 +90,7 @@ class Parts:
             resync=resync_of_l1(cache.index, bus),
             storage=storage,
             prefetches=Prefetches(cache, storage, instances, clock),
+            store_waits=store_waits,
             kept_l1=kept_l1,
             bus=bus,
             clock=clock,
@@ -111,6 +116,7 @@ class Parts:
             self.stores,
             loads,
             storage,
+            store_waits,
             EngineReports(cache, storage.ended, instances, bus, observability.block_lifecycle.unapplied, clock),
             self.upkeep,
             observability.feed,

@@ -49,7 +49,7 @@ from kvserver.adapters.vllm.registration import RankRegistration
 from kvserver.adapters.vllm.scheduler import SchedulerHalf
 from kvserver.adapters.vllm.settings import AdapterSettings
 from kvserver.adapters.vllm.stats import DISK, HOST, KVServerStats
-from kvserver.adapters.vllm.support import TransferResults, unsupported
+from kvserver.adapters.vllm.support import TransferResults, loads, unsupported
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -145,7 +145,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         elif role == KVConnectorRole.WORKER:
             self._off = STARTING
         elif role == KVConnectorRole.SCHEDULER:
-            facts = engine_facts(self._config, self._caches_config, has_inexact_siblings(outer))
+            facts = engine_facts(self._config, self._caches_config, has_inexact_siblings(outer), loads(transfer, outer))
             link = Link(self._settings.endpoint, "scheduler")
             link.start(self._settings.connect_timeout_ms / 1000)
             self.scheduler = SchedulerHalf(self._settings, link, facts, self.faults)

@@ -32,6 +32,7 @@ class EngineFacts:
     hash_block_tokens: int
     groups: tuple[KVGroup, ...]
     block_tokens: tuple[int, ...]  # of each KV cache group
+    loads: bool  # False: the engine only stores, and looks nothing up
     inexact_siblings: bool  # another connector may load KV that no engine has computed so
     publishes: bool  # KV events of its own
     admitted_tokens: int  # vLLM places a request that has blocks for so many more tokens; or for all of them
@@ -47,7 +48,9 @@ class EngineFacts:
     describe: Callable[[str, str, Durability], DescribeScheduler]
 
 
-def engine_facts(vllm_config: Any, kv_cache_config: Any, inexact_siblings: bool = False) -> EngineFacts:
+def engine_facts(
+    vllm_config: Any, kv_cache_config: Any, inexact_siblings: bool = False, loads: bool = True
+) -> EngineFacts:
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     method = str(vllm_config.speculative_config.method or "") if vllm_config.speculative_config is not None else ""
@@ -81,6 +84,7 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any, inexact_siblings: bool 
         hash_block_tokens=hash_tokens,
         groups=groups,
         block_tokens=tuple(int(spec.block_size) for spec in specs),
+        loads=loads,
         inexact_siblings=inexact_siblings,
         publishes=publishes,
         admitted_tokens=_admitted_tokens(vllm_config.scheduler_config),

@@ -46,7 +46,9 @@ class Hits:
         self._lookups = lookups
 
     def is_useful(self, state: RequestState) -> bool:
-        """True if there is something to look up."""
+        """True if there is something to look up, by an engine that loads."""
+        if not self._facts.loads:
+            return False
         return self._useful_chunks(state) > 0 or bool(self._useful_tail(state, 0))
 
     def _useful_chunks(self, state: RequestState) -> int:
@@ -103,7 +105,9 @@ class Hits:
         request = state.request
         if state.give_up:
             return 0
-        if not state.wishes.most_tokens:
+        if not self._facts.loads:
+            state.not_loaded = "save_only"
+        elif not state.wishes.most_tokens:
             state.not_loaded = "request_limit"
         if not self.is_useful(state):
             if self._failed and self._chunks.useful(request):

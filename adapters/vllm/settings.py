@@ -40,6 +40,12 @@ class AdapterSettings(CommonSettings, frozen=True, kw_only=True):
             description="How the files of local models and LoRAs are compared. `samples` of their content take a second, and such KV goes to no L2 tier that machines share, unless `kvserver.model_version` names a model. `whole`: every byte is read (once, it is remembered by inode, size and time of change) before the engine registers; requests with a LoRA run without cache until its files were read. Set it in all engines that are to share."
         ),
     ] = "samples"
+    store_generated: Annotated[
+        bool,
+        Meta(
+            description="Whether KV of generated tokens is stored, with which the next turn of a conversation begins. If false, only prompts are stored."
+        ),
+    ] = True
     trust_multi_modal_uuids: Annotated[
         bool,
         Meta(

@@ -58,9 +58,10 @@ class StorePlanner:
         acceptance: Acceptance,
         ids: Iterator[int],
         counters: Counter[str],
+        store_generated: bool = True,
     ) -> None:
         self._chunks, self._facts, self._variants, self._pins, self._ids = chunks, facts, variants, pins, ids
-        self._acceptance, self._counters = acceptance, counters
+        self._acceptance, self._counters, self._store_generated = acceptance, counters, store_generated
         self._contents = Contents(chunks, counters)
         self._sends_contents = False  # with stores, in this session
         self._sends_parents = False  # with stores of chunks, in this session
@@ -177,7 +178,7 @@ class StorePlanner:
     def _confirmed(self, request: Request, computed: int) -> int:
         """Number of tokens whose KV is final. Hashes exist for confirmed tokens only, so rejected drafts never count."""
         hashed = len(request.block_hashes) * self._chunks.hash_block_tokens
-        tokens = min(computed, hashed)
+        tokens = min(computed, hashed) if self._store_generated else min(computed, hashed, request.num_prompt_tokens)
         if self._facts.holds_back_tail and tokens >= request.num_tokens:
             tokens = request.num_tokens - 1  # the draft model rewrites its KV of the last position
         return tokens

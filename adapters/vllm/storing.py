@@ -47,7 +47,9 @@ class Storing:
         self._acceptance = Acceptance(
             self._pins, pool.suspects, facts.block_tokens, counters, variants.are_files_same
         )  # fmt: skip
-        self._planner = StorePlanner(chunks, facts, variants, self._pins, self._acceptance, ids, counters)
+        self._planner = StorePlanner(
+            chunks, facts, variants, self._pins, self._acceptance, ids, counters, settings.store_generated
+        )  # fmt: skip
 
     def begin_session(self, hello: HelloReply | None) -> None:
         self._chunks.resize(hello.chunk_tokens if hello is not None else 0, hello is not None and hello.tails)

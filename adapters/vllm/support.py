@@ -115,9 +115,17 @@ def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, outer: 
     )  # 0.31 and later; before, vLLM itself refuses connectors
     if getattr(aux_output, "enable_return_routed_experts", False) and not takes_hits_without_experts_back():
         return "enable_return_routed_experts before vLLM 0.33, which keeps the experts of cached tokens in the process that computed them"
-    if {vllm_config.kv_transfer_config.kv_role, outer.kv_role} != {"kv_both"}:
-        return "kv_role must be kv_both"
+    if {vllm_config.kv_transfer_config.kv_role, outer.kv_role} == {"kv_producer", "kv_consumer"}:
+        return "kv_role kv_producer and kv_consumer, one inside the other: vLLM lets a producer load nothing"
     return None
+
+
+def loads(own: Any, outer: Any) -> bool:
+    """True if the engine may load. `own`: the connector's kv_transfer_config; `outer`: the one that vLLM reads.
+
+    Under an outer kv_producer vLLM gives blocks away while a load may still write into them (`defer_block_free`).
+    """
+    return "kv_producer" not in (own.kv_role, outer.kv_role)
 
 
 def takes_hits_without_experts_back() -> bool:

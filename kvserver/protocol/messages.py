@@ -222,7 +222,7 @@ class LookupTail(ArrayMessage):
 
 
 class AwaitFill(ArrayMessage):
-    """Bring to L1 what a Lookup misses and L2 has. One reply, a LookupReply: when all is there, or after `wait_ms`.
+    """Bring to L1 what a Lookup misses, and running stores or L2 have. One reply, a LookupReply: when all is there, or after `wait_ms`.
 
     A second one of the same request ends the first.
     """
@@ -302,7 +302,7 @@ class EndRequest(Message, omit_defaults=True):
     loads: Small = 0  # ended loads, counted once for all ranks; includes loads after a preemption
     failed_loads: Small = 0  # ended loads that failed on at least one rank
     # Why the engine loaded nothing although a lookup found chunks: lookup_timeout, computes_all, whole_prompts_only,
-    # weights_changed, request_limit, load_failed, not_used, embeddings_dtype; "" if something was loaded or the reason is not known.
+    # weights_changed, request_limit, save_only, load_failed, not_used, embeddings_dtype; "" if something was loaded or the reason is not known.
     not_loaded: Label = ""
     l2_tokens: Tokens | None = None  # of loaded_tokens: read from L2 for this request; None: not stated
 
@@ -347,7 +347,7 @@ class LookupReply(Message):
     )
     tail_blocks: int = 0  # blocks behind these chunks that the hit has too
     wants_tail: bool = False  # the hit ends before the last chunk: send LookupTail, this lookup is not over
-    fill_chunks: int = 0  # the most that hit_chunks could be after AwaitFill; 0: no more than now
+    fill_chunks: int = 0  # the most that hit_chunks could be after AwaitFill; one more than hit_chunks may mean blocks of the tail; 0: no more than now
     l2_chunks: int = 0  # of hit_chunks: read from L2 for this AwaitFill; the others were in L1
     boundaries: tuple[
         int, ...

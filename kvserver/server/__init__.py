@@ -21,5 +21,6 @@ from kvserver.server.status import (
     prefetches_status,
     totals_status,
 )
+from kvserver.server.store_waits import StoreWaits
 from kvserver.server.stores import Stores
 from kvserver.server.upkeep import Audit, Upkeep

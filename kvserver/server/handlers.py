@@ -35,6 +35,7 @@ from kvserver.protocol import (
     LookupReply,
     LookupTail,
     RegisterWorker,
+    Reply,
     ReportBlockAllocations,
     Request,
     Retrieve,
@@ -48,6 +49,7 @@ from kvserver.server.loads import Loads
 from kvserver.server.lookups import L1Lookups
 from kvserver.server.pins import Pins
 from kvserver.server.serving import Serving
+from kvserver.server.store_waits import StoreWaits
 from kvserver.server.stores import Stores
 from kvserver.server.upkeep import Upkeep
 from kvserver.tiering import Storage
@@ -64,6 +66,7 @@ class Handlers:
     stores: Stores
     loads: Loads
     storage: Storage
+    store_waits: StoreWaits
     reports: EngineReports
     upkeep: Upkeep
     feed: Feed
@@ -96,6 +99,7 @@ class Handlers:
                 self.lookups.complete((request.instance_id, request.request_id))
                 self.reports.end_request(request)
                 Pins(self.upkeep).request_ended(request.instance_id, request.request_id)
+                self.store_waits.end((request.instance_id, request.request_id))
             case DescribeScheduler():
                 self.reports.describe_scheduler(request)
             case EngineLoad():
@@ -127,7 +131,24 @@ class Handlers:
         if self.serving.why_nothing_is_found:  # since its lookup
             respond(LookupReply(0))
             return
-        self.storage.begin(request, instance, respond, self.lookups.answer_again)
+        due_ns = int(self.upkeep.clock() * 1e9) + request.wait_ms * 1_000_000
+        namespace = instance.namespace_of(lookup.variant) or b""
+
+        def filled(reply: Reply) -> None:
+            """Wait for running stores once L2 has been read."""
+
+            def go_on(waited: bool) -> None:
+                if not waited or not isinstance(reply, LookupReply):
+                    respond(reply)
+                elif self.instances.by_id.get(lookup.instance_id) is not instance:
+                    respond(LookupReply(0))  # it has disconnected meanwhile
+                else:
+                    tokens = reply.l2_chunks * instance.any_worker().spec.chunk_tokens
+                    respond(self.lookups.answer_again(lookup, tokens))
+
+            self.store_waits.begin(namespace, lookup, due_ns, go_on)
+
+        self.storage.begin(request, instance, filled, self.lookups.answer_again)
 
     def _hello(self, request: Hello) -> HelloReply:
         if not OLDEST_PROTOCOL_VERSION <= request.protocol_version <= PROTOCOL_VERSION:

@@ -25,6 +25,7 @@ from kvserver.events import Bus, LookupEnded
 from kvserver.protocol import KEY_BYTES, ErrorCode, KVServerError, Lookup, LookupReply, LookupTail
 from kvserver.server.copy_checks import check_chunk, check_tail, chunk_count
 from kvserver.server.serving import Serving
+from kvserver.server.store_waits import StoreWaits
 from kvserver.tiering import Storage
 
 _MOST_OPEN = 1024  # the oldest are over then: each keeps its keys
@@ -52,6 +53,7 @@ class L1Lookups:
     storage: Storage
     serving: Serving
     bus: Bus
+    store_waits: StoreWaits
     clock: Callable[[], float] = time.monotonic
     # By (instance id, request id), the oldest first: they have replied that the hit may go on.
     _open: OrderedDict[tuple[str, str], _Looked] = field(default_factory=OrderedDict)
@@ -79,15 +81,17 @@ class L1Lookups:
             outcome = counted_in_l2(outcome, in_l2.known, MissReason.SLOW_L2 if in_l2.slow else MissReason.IN_L2)
         instance.counts.fills_not_begun += in_l2.slow
         looked = _Looked(request, instance, namespace, spec.chunk_tokens, began_ns, outcome)
-        if in_l2.most > outcome.hit_chunks:
-            return self._over(looked, in_l2.most)
+        if not outcome.missed:
+            self._find_tail(looked, request.tail_keys)
+        tail_blocks = looked.outcome.tail_blocks
+        coming = self.store_waits.coming_chunks(namespace, request, outcome.hit_chunks, tail_blocks)
+        if (most := max(in_l2.most, coming)) > outcome.hit_chunks:
+            return self._over(looked, most)
         if spec.tails and outcome.missed and self.cache.has_tails(namespace):
             self._open[owner] = looked
             if len(self._open) > _MOST_OPEN:
                 self.complete(next(iter(self._open)))
             return _reply(outcome, wants_tail=True)
-        if not outcome.missed:
-            self._find_tail(looked, request.tail_keys)
         return self._over(looked)
 
     def answer_tail(self, request: LookupTail) -> LookupReply:

@@ -29,6 +29,7 @@ from kvserver.engines import (
 from kvserver.events import Bus, L1Cleared
 from kvserver.restart import KeptL1
 from kvserver.server.loads import Loads
+from kvserver.server.store_waits import StoreWaits
 from kvserver.server.stores import Stores
 from kvserver.tiering import Prefetches, Resync, Storage
 
@@ -56,6 +57,7 @@ class Upkeep:
     resync: Resync
     storage: Storage
     prefetches: Prefetches
+    store_waits: StoreWaits
     kept_l1: KeptL1
     bus: Bus
     clock: Callable[[], float] = time.monotonic
@@ -144,11 +146,12 @@ class Upkeep:
 
     def seconds_left(self) -> float:
         """Seconds until something is due that no message and no completion announces."""
-        due_ns = self.storage.next_due_ns
-        return 3600.0 if due_ns is None else max(0.0, due_ns * 1e-9 - self.clock())
+        due = [due_ns for part in (self.storage, self.store_waits) if (due_ns := part.next_due_ns) is not None]
+        return max(0.0, min(due) * 1e-9 - self.clock()) if due else 3600.0
 
     def step(self) -> bool:
         """Do a slice of deferred work at the end of a turn. True while there is more to do at once."""
+        self.store_waits.step()
         more = self.cache.step() | self.resync.step() | self.storage.step() | self.kept_l1.step()
         self._tiers_hide_objects = self._hides_objects()
         for worker in self.stores.step():

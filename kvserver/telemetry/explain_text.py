@@ -52,6 +52,7 @@ _NOT_LOADED = {
     "whole_prompts_only": "This engine can only decode behind a hit, not prefill, so it loads whole prompts or nothing.",
     "load_failed": "A load of the same chunks had failed less than 10 seconds before, so they were computed.",
     "request_limit": "The request itself wants nothing loaded: kvserver.max_load_tokens or kvserver.tiers in its kv_transfer_params.",
+    "save_only": "The engine's kv_role is kv_producer: it stores KV and loads none.",
     "not_used": "vLLM took the hit back: it has those tokens itself or from another connector, or, with enable_return_routed_experts, it"
     " has no experts of tokens that another engine computed.",
     "embeddings_dtype": "The prompt is embeddings, and this engine was given some of another dtype than its model's: vLLM hashes their raw"

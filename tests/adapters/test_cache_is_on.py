@@ -220,14 +220,14 @@ def test_daemon_of_another_version_is_reported_as_version_mismatch(make_daemon, 
 
 def test_engine_with_an_unsupported_configuration_reports_unsupported(make_daemon, make_engine, make_front_end):
     def refused(config, caches):
-        config.kv_transfer_config.kv_role = "kv_consumer"
+        config.parallel_config = copy.copy(config.parallel_config)
+        object.__setattr__(config.parallel_config, "prefill_context_parallel_size", 2)
 
     front = make_front_end(started(make_engine(make_daemon(), adjust=refused)))
     front.record_steps()
     wait_reason(front, "unsupported")
-    assert front.reasons == [("unsupported", "scheduler: kv_role must be kv_both")] or front.reasons == [
-        ("unsupported", "rank 0: kv_role must be kv_both")
-    ]
+    why = "prefill_context_parallel_size > 1: ranks hold different tokens of a block"
+    assert front.reasons in ([("unsupported", f"scheduler: {why}")], [("unsupported", f"rank 0: {why}")])
 
 
 def test_engine_whose_memory_cannot_be_shared_reports_cannot_share(

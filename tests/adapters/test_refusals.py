@@ -66,10 +66,6 @@ def with_parallel(name):
     return adjust
 
 
-def consumer_only(config, caches):
-    config.kv_transfer_config.kv_role = "kv_consumer"
-
-
 def sleeps(config, caches):
     config.model_config.enable_sleep_mode = True
 
@@ -77,7 +73,6 @@ def sleeps(config, caches):
 REFUSED = {
     "decode_context_parallel_size > 1": with_parallel("decode_context_parallel_size"),
     "prefill_context_parallel_size > 1": with_parallel("prefill_context_parallel_size"),
-    "kv_role must be kv_both": consumer_only,
     "KV cache of kind MambaSpec: mamba_cache_mode 'none'": with_states("none"),
     "KV cache of kind MambaSpec: use_replayssm": with_states(replays=True),
     "KV cache of kind MambaSpec: speculative decoding": with_states(drafts=SimpleNamespace(method="ngram")),

@@ -4,6 +4,7 @@ Every method of vLLM's interface is called here: on connectors that refused thei
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -117,8 +118,9 @@ def without_groups(config, caches):
     caches.kv_cache_groups.clear()
 
 
-def consumer_only(config, caches):
-    config.kv_transfer_config.kv_role = "kv_consumer"
+def refused_configuration(config, caches):
+    config.parallel_config = copy.copy(config.parallel_config)
+    object.__setattr__(config.parallel_config, "prefill_context_parallel_size", 2)
 
 
 def bad_setting(config, caches):
@@ -141,7 +143,7 @@ def check(answers: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("blocks", [(), ([1, 2],), ([1, 2], [3, 4])], ids=["no group", "one group", "two groups"])
-@pytest.mark.parametrize("adjust", [without_groups, consumer_only, bad_setting])
+@pytest.mark.parametrize("adjust", [without_groups, refused_configuration, bad_setting])
 def test_every_method_works_on_a_connector_that_refused_its_engine(make_daemon, make_halves, adjust, blocks):
     for connector in make_halves(make_daemon(), adjust):
         check(dict(calls(connector, blocks)))

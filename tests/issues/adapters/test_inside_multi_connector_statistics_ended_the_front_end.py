@@ -11,7 +11,6 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from made_up_model import prompt
 from modelless import Engine
 from vllm.config import KVTransferConfig
@@ -126,15 +125,6 @@ def test_where_the_policy_cannot_be_reached_the_engine_runs_without_cache(
     engine = make_engine(daemon, adjust=nested(kv_load_failure_policy="fail"))
     assert engine.generate("warm", TOKENS).external == 0
     assert "kv_load_failure_policy" in caplog.text
-
-
-@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
-def test_outer_role_other_than_kv_both_is_refused(make_daemon, make_engine, caplog, role):
-    """vLLM defers the freeing of blocks for consumers only, by the outer one."""
-    engine = make_engine(make_daemon(), adjust=nested(kv_role=role))
-    assert "kv_role must be kv_both" in caplog.text
-    assert engine.generate("a", TOKENS).external == 0
-    assert engine.stores == []
 
 
 def test_the_engine_stats_are_sent_from_inside_multi_connector():

@@ -10,6 +10,7 @@ import pytest
 
 from kvserver.cache import POLICIES, Cache, PagePool, Protection
 from kvserver.server.pins import Pins
+from kvserver.server.store_waits import StoreWaits
 from kvserver.server.upkeep import Upkeep
 from unit.cache.small_cache import PAGE, keys
 
@@ -47,7 +48,8 @@ def upkeep(tier: SimpleNamespace) -> Upkeep:
     stores = SimpleNamespace(step=list, waiting=0)
     return Upkeep(
         cache=cache, devices=none, tickets=none, stores=cast(Any, stores), loads=none, workers=none,
-        resync=cast(Any, SimpleNamespace(step=step)), storage=cast(Any, storage), prefetches=none, kept_l1=cast(Any, kept_l1),
+        resync=cast(Any, SimpleNamespace(step=step)), storage=cast(Any, storage), prefetches=none, store_waits=StoreWaits(cache),
+        kept_l1=cast(Any, kept_l1),
         bus=none, clock=time.monotonic,
     )  # fmt: skip
 
