@@ -1,4 +1,4 @@
-"""Large objects of S3 behind connections of a given rate: read in parts beside read by one request each, in turn, in one run.
+"""Objects of S3 behind connections of a given rate: read in parts beside read by one request each, in turn, in one run.
 
     .venv/bin/python bench/l2_s3_parts.py [--size MB ...] [--rate MB]
 
@@ -65,7 +65,8 @@ class RatedStore:
             pass
 
     def _answer(self, client: socket.socket, method: str, path: str, headers: dict[str, str], body: bytes) -> None:
-        self.counts[method] += 1
+        with self._lock:
+            self.counts[method] += 1
         if method == "PUT":
             self._objects[path] = body
             client.sendall(b'HTTP/1.1 200 OK\r\nETag: "1"\r\nContent-Length: 0\r\n\r\n')
