@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import http.client
 import threading
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 
 class IllProxy:
-    """`ill`: pairs of a method and the end of a path that are answered with `status`."""
+    """`ill`: pairs of a method and the end of a path that are answered with `status`.
+
+    `change`: what becomes of an answer to a request with a range, which it may keep back; its arguments: the range and the body.
+    """
 
     def __init__(self, port: int) -> None:
         self.ill: set[tuple[str, str]] = set()
         self.status = (500, "InternalError")
+        self.change: Callable[[str, bytes], bytes] = lambda range, body: body
         proxy = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -32,7 +37,9 @@ class IllProxy:
                 try:
                     server.request(self.command, self.path, body, dict(self.headers.items()))
                     answer = server.getresponse()
-                    self._reply(answer.status, dict(answer.getheaders()), answer.read())
+                    found, wanted = answer.read(), self.headers.get("Range")
+                    found = proxy.change(wanted, found) if wanted and answer.status == 206 else found
+                    self._reply(answer.status, dict(answer.getheaders()), found)
                 finally:
                     server.close()
 

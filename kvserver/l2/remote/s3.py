@@ -1,7 +1,8 @@
 """Client of a bucket of S3, or of a store that speaks its protocol: `obstore`.
 
 Credentials are those of the environment (AWS_ACCESS_KEY_ID, ..., web identity, the machine's role); a URL has none. A value that
-is read stays in the client's own memory until the caller releases it. Expiry is the bucket's: a lifecycle rule, which would
+is read stays in the client's own memory until the caller releases it. A large one is read in parts, each by a connection of its
+own, into the lane's buffer: `If-Match` keeps parts of two writes apart, and the record's checks cover them all. Expiry is the bucket's: a lifecycle rule, which would
 remove ids as well. So ids in use are written anew.
 
 Owns: the form of URLs of this kind, and the meaning of the client's errors.
@@ -9,6 +10,7 @@ Owns: the form of URLs of this kind, and the meaning of the client's errors.
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -31,6 +33,9 @@ T = TypeVar("T")
 
 _MOST_VALUE_BYTES = 5 << 30  # of one PUT
 _MOST_QUESTIONS = 16  # requests at once, of objects, too
+_PART_BYTES = 2 << 20  # of the smallest part of a value that is read; up to so many it is read by one request
+_MOST_PARTS = 16  # of one value, whose parts are larger then
+_PIECE_BYTES = 1 << 20  # of a part in the client's memory at a time
 _MOST_RETRIES = 2  # of one request, inside its time-out: S3 answers 503 where it wants less of them
 _NO_SPACE = ("QuotaExceeded", "StorageFull", "507 Insufficient Storage")
 _RENEWAL = timedelta(hours=12)  # of ids in use: the shortest lifecycle rule is a day
@@ -82,15 +87,14 @@ class _S3Client:
     most_questions, asks_apart = _MOST_QUESTIONS, True
 
     def __init__(self, url: S3Url, size: int) -> None:
-        import asyncio
-
         import obstore
         from obstore.exceptions import AlreadyExistsError
         from obstore.store import S3Store
 
         self.most_value_bytes = _MOST_VALUE_BYTES
         timeout = timedelta(seconds=url.seconds_for(size))
-        self._obstore, self._gather, self._semaphore = obstore, asyncio.gather, asyncio.Semaphore
+        self._obstore, self._seconds = obstore, timeout.total_seconds()
+        self._slow_seconds = url.seconds_for(_MOST_PARTS * _PIECE_BYTES)  # the parts may share a slow line
         self._exists_already = AlreadyExistsError
         self._renews = not url.read_only
         self._loop = asyncio.new_event_loop()
@@ -116,14 +120,57 @@ class _S3Client:
 
     def get(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[memoryview | StoreError | None]:
         async def get(name: str, buffer: memoryview) -> memoryview | None:
+            step = max(_PART_BYTES, -(-len(buffer) // _MOST_PARTS))
+            in_parts = step < len(buffer)
             try:
-                found = await self._obstore.get_async(self._store, name)
+                found = await self._obstore.get_async(
+                    self._store, name, options={"range": (0, step)} if in_parts else {}
+                )
             except FileNotFoundError as error:
                 _require_bucket(error)
                 return None
-            return buffer[:0] if found.meta["size"] > len(buffer) else memoryview(await found.bytes_async())
+            if not in_parts:
+                return buffer[:0] if found.meta["size"] > len(buffer) else memoryview(await found.bytes_async())
+            if found.meta["size"] != len(buffer):
+                return buffer[:0]
+            parts = [
+                self._read_part(
+                    name, start, buffer[start : start + step], found.meta["e_tag"], None if start else found
+                )
+                for start in range(0, len(buffer), step)
+            ]
+            answers = await asyncio.wait_for(asyncio.gather(*parts, return_exceptions=True), self._seconds)
+            if errors := [answer for answer in answers if answer is not None]:
+                raise errors[0]
+            return buffer
 
         return self._each(get, names, buffers)
+
+    @property
+    def _piece_seconds(self) -> float:
+        """Seconds that a part may stand still. A second request has as long."""
+        return min(self._slow_seconds, self._seconds / 2)
+
+    async def _read_part(self, name: str, start: int, part: memoryview, tag: str | None, found: Any) -> None:
+        """Fill `part` from the object's byte `start` on. One that fails or stands still is requested once more."""
+        options: Any = {"range": (start, start + len(part)), "if_match": tag}
+        for last in (False, True):
+            try:
+                if found is None:
+                    request = self._obstore.get_async(self._store, name, options=options)
+                    found = await asyncio.wait_for(request, self._piece_seconds)
+                end, pieces = 0, aiter(found.stream(min_chunk_size=_PIECE_BYTES))
+                while end < len(part):
+                    piece = await asyncio.wait_for(anext(pieces), self._piece_seconds)
+                    part[end : end + len(piece)] = memoryview(piece)
+                    end += len(piece)
+                return
+            except (self._obstore.exceptions.PreconditionError, FileNotFoundError):
+                raise StoreRefused("it was replaced or removed while it was read") from None
+            except (self._obstore.exceptions.BaseError, OSError, ValueError, StopAsyncIteration, asyncio.TimeoutError):
+                if last:
+                    raise
+                found = None
 
     def put(self, names: Sequence[str], values: Sequence[memoryview]) -> list[StoreError | None]:
         async def put(name: str, value: memoryview) -> None:
@@ -196,7 +243,7 @@ class _S3Client:
         """The answer of each request, _MOST_QUESTIONS at a time. All have ended when this returns."""
 
         async def together() -> list[T | StoreError]:
-            free = self._semaphore(_MOST_QUESTIONS)
+            free = asyncio.Semaphore(_MOST_QUESTIONS)
 
             async def one(*arguments: Any) -> T | StoreError:
                 async with free:
@@ -204,10 +251,14 @@ class _S3Client:
                         return await request(*arguments)
                     except StoreError as error:
                         return error
+                    except asyncio.TimeoutError:
+                        return StoreTimeout("a part of it stands still")
+                    except StopAsyncIteration:
+                        return StoreError("a part of it is too short")
                     except (self._obstore.exceptions.BaseError, OSError, ValueError) as error:
                         return _store_error(error)
 
-            return list(await self._gather(*map(one, *of)))
+            return list(await asyncio.gather(*map(one, *of)))
 
         return self._loop.run_until_complete(together())
 

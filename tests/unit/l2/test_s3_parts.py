@@ -1,0 +1,140 @@
+"""Large objects of S3, which are read in parts by several connections: whole or not at all."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+from support.ill_proxy import IllProxy
+from support.l1_memory import PAGE, name
+from support.s3 import CREDENTIALS, S3Server
+from support.shared_tiers import MakeDaemon, TierDaemon
+
+from kvserver.l2 import ObjectMemory, TierOutcome
+from kvserver.l2.remote import s3
+
+_SIZE = 9 << 20  # five parts
+_SECONDS = 100.0  # that no test takes
+_SECOND_PART = f"bytes={s3._PART_BYTES}-{2 * s3._PART_BYTES - 1}"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with pytest.MonkeyPatch.context() as patch:
+        for variable, value in CREDENTIALS.items():
+            patch.setenv(variable, value)
+        server = S3Server()
+        yield server
+        server.close()
+
+
+@pytest.fixture
+def proxy(server: S3Server) -> Iterator[IllProxy]:
+    proxy = IllProxy(server.port)
+    yield proxy
+    proxy.close()
+
+
+@pytest.fixture
+def daemon(server: S3Server, proxy: IllProxy, prefix: str, make_daemon_of: MakeDaemon) -> TierDaemon:
+    url = server.url_of(prefix, "timeout=60s").replace(str(server.port), str(proxy.port))
+    return make_daemon_of(url, pages=4 * _SIZE // PAGE)
+
+
+@pytest.fixture
+def stored(daemon: TierDaemon) -> ObjectMemory:
+    memory = daemon.l1.object(_SIZE)
+    assert daemon.put(name(1), memory, _SECONDS) is TierOutcome.DONE
+    return memory
+
+
+def only_first(change: Callable[[bytes], bytes]) -> Callable[[str, bytes], bytes]:
+    """The first answer with the second part is changed, the next one is not."""
+    left = [change]
+    return lambda range, body: left.pop()(body) if range == _SECOND_PART and left else body
+
+
+def always(change: Callable[[bytes], bytes]) -> Callable[[str, bytes], bytes]:
+    return lambda range, body: change(body) if range == _SECOND_PART else body
+
+
+def test_a_large_object_is_read_in_parts_at_once(daemon: TierDaemon, proxy: IllProxy, stored: ObjectMemory) -> None:
+    others = threading.Barrier(4)
+    ranges: list[str] = []
+
+    def together(range: str, body: bytes) -> bytes:
+        ranges.append(range)
+        if not range.startswith("bytes=0-"):
+            others.wait(_SECONDS)  # for all behind the first: one at a time would never pass
+        return body
+
+    proxy.change = together
+    read = daemon.l1.object(_SIZE)
+    assert daemon.get(name(1), read, _SECONDS) is TierOutcome.DONE
+    assert daemon.l1.read(read) == daemon.l1.read(stored)
+    assert len(ranges) == len(set(ranges)) == 5
+
+
+def test_a_part_that_is_short_once_is_read_again(daemon: TierDaemon, proxy: IllProxy, stored: ObjectMemory) -> None:
+    proxy.change = only_first(lambda body: body[:-1])
+    read = daemon.l1.object(_SIZE)
+    assert daemon.get(name(1), read, _SECONDS) is TierOutcome.DONE
+    assert daemon.l1.read(read) == daemon.l1.read(stored)
+
+
+def test_a_part_that_hangs_once_is_read_again(
+    daemon: TierDaemon, proxy: IllProxy, stored: ObjectMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = threading.Event()
+    monkeypatch.setattr(s3._S3Client, "_piece_seconds", 3.0)
+    proxy.change = only_first(lambda body: body * release.wait(_SECONDS))
+    read = daemon.l1.object(_SIZE)
+    assert daemon.get(name(1), read, _SECONDS) is TierOutcome.DONE
+    release.set()
+    assert daemon.l1.read(read) == daemon.l1.read(stored)
+
+
+@pytest.mark.parametrize(
+    ("change", "outcome"),
+    [
+        (lambda body: body[:-1], TierOutcome.UNAVAILABLE),
+        (lambda body: body[:-1] + bytes([body[-1] ^ 1]), TierOutcome.CORRUPT),
+    ],
+    ids=["short", "flipped"],
+)
+def test_an_object_with_a_wrong_part_is_not_read(
+    daemon: TierDaemon,
+    proxy: IllProxy,
+    stored: ObjectMemory,
+    change: Callable[[bytes], bytes],
+    outcome: TierOutcome,
+) -> None:
+    proxy.change = always(change)
+    assert daemon.get(name(1), daemon.l1.object(_SIZE), _SECONDS) is outcome
+
+
+def test_parts_of_two_writes_are_never_one_object(
+    server: S3Server, daemon: TierDaemon, proxy: IllProxy, stored: ObjectMemory, prefix: str
+) -> None:
+    """The object is replaced behind its first part. It is refused, and not deleted as one that fails its checks."""
+    (where,) = [each for each in server.objects() if each.startswith(prefix)]
+    other = server.read(where)[::-1]
+
+    def replace(range: str, body: bytes) -> bytes:
+        if range.startswith("bytes=0-"):
+            server.write(where, other)
+        return body
+
+    proxy.change = replace
+    assert daemon.get(name(1), daemon.l1.object(_SIZE), _SECONDS) is TierOutcome.UNAVAILABLE
+    assert server.read(where) == other
+
+
+def test_an_object_of_another_size_is_not_read(
+    server: S3Server, daemon: TierDaemon, stored: ObjectMemory, prefix: str
+) -> None:
+    (where,) = [each for each in server.objects() if each.startswith(prefix)]
+    server.write(where, server.read(where)[:-1])
+    outcome = daemon.get(name(1), daemon.l1.object(_SIZE), _SECONDS)
+    assert outcome in (TierOutcome.CORRUPT, TierOutcome.MISSING)
