@@ -180,7 +180,7 @@ def test_a_trusted_request_pins_its_prompt_and_its_answer_says_so(
     wait_until(lambda: [one["outcome"] for one in pins(daemon)] == ["accepted"], 60, "its chunks are stored")
     (found,) = pins(daemon)
     assert found["owner"].endswith("/pinned")
-    assert found["tokens"] == len(TOKENS) // BLOCK * BLOCK
+    assert found["tokens"] >= 3 * CHUNK
 
 
 def test_a_request_of_an_engine_that_trusts_none_pins_nothing_and_is_counted(
