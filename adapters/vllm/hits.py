@@ -97,7 +97,7 @@ class Hits:
             tail_keys=self._chunks.block_keys(request, tail) if tail else b"",
             session_id=session_id,
             session_salt=session_salt,
-            pin_seconds=state.wishes.pin_seconds,
+            pin_seconds=state.wishes.pin_seconds or None,
         )
 
     def tokens_to_load(self, state: RequestState, local_tokens: int, has_all: bool) -> int | None:

@@ -205,8 +205,8 @@ class Lookup(ArrayMessage):
         ""  # "": none, or it is not known, so what is found is shared; None: nothing is stated, and nothing becomes shared
     )
     session_salt: SaltDigest | None = None  # of the request's cache salt, if it has one; a session is of one salt
-    # How long L1 should keep the chunks of `keys` and the blocks of `tail_keys` once the request has stored them; 0: no pin.
-    pin_seconds: Annotated[float, Meta(ge=0, le=MAX_PIN_SECONDS)] = 0.0
+    # How long L1 should keep the chunks of `keys` and the blocks of `tail_keys` once the request has stored them; None: no pin.
+    pin_seconds: Annotated[float, Meta(ge=0, le=MAX_PIN_SECONDS)] | None = None
 
 
 class LookupTail(ArrayMessage):

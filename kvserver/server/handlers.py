@@ -126,7 +126,8 @@ class Handlers:
     def _await_fill(self, request: AwaitFill, respond: Respond) -> None:
         lookup = request.lookup
         instance = self.instances.instance(lookup.instance_id, lookup.incarnation)
-        check_chunk(lookup.chunk_blocks, instance.any_worker().spec)
+        spec = instance.any_worker().spec
+        check_chunk(lookup.chunk_blocks, spec)
         chunk_count(lookup.keys)
         if self.serving.why_nothing_is_found:  # since its lookup
             respond(LookupReply(0))
@@ -143,8 +144,7 @@ class Handlers:
                 elif self.instances.by_id.get(lookup.instance_id) is not instance:
                     respond(LookupReply(0))  # it has disconnected meanwhile
                 else:
-                    tokens = reply.l2_chunks * instance.any_worker().spec.chunk_tokens
-                    respond(self.lookups.answer_again(lookup, tokens))
+                    respond(self.lookups.answer_again(lookup, reply.l2_chunks * spec.chunk_tokens))
 
             self.store_waits.begin(namespace, lookup, due_ns, go_on)
 

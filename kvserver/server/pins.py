@@ -100,7 +100,9 @@ class Pins:
             self._upkeep.cache.protections.end(live, ProtectionEnd.REPLACED)
         id = _id_of(lookup.instance_id, lookup.request_id)
         self.begin(
-            PinRequest(namespace, model_name, lookup.keys, 1, (), lookup.pin_seconds, owner, id, lookup.tail_keys)
+            PinRequest(
+                namespace, model_name, lookup.keys, 1, (), lookup.pin_seconds or 0.0, owner, id, lookup.tail_keys
+            )
         )
 
     def request_ended(self, instance_id: str, request_id: str) -> None:

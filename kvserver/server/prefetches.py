@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from kvserver.server.pins import MOST_CHUNKS, PinReport, PinRequest
 from kvserver.server.upkeep import Upkeep
-from kvserver.tiering import MOST_PREFETCHES, Prefetch
+from kvserver.tiering import MOST_PREFETCHES, Prefetch, Prefetches
 
 
 class PrefetchesReport(Struct, frozen=True):
@@ -23,7 +23,11 @@ class PrefetchReports:
     """The reports are those of pins. Tokens: that L1 will have when it is ready. Bytes: that are read from L2 for it."""
 
     def __init__(self, upkeep: Upkeep) -> None:
-        self._upkeep, self._prefetches = upkeep, upkeep.prefetches
+        self._upkeep = upkeep
+
+    @property
+    def _prefetches(self) -> Prefetches:
+        return self._upkeep.prefetches
 
     def begin(self, request: PinRequest) -> PinReport:
         report = self._begin(request)

@@ -52,7 +52,10 @@ class StoreWaits:
     def begin(self, namespace: bytes, lookup: Lookup, due_ns: int, then: Callable[[bool], None]) -> None:
         """Call `then` once no running store fills what the hit lacks next, or at `due_ns`: with True if there may be more than now."""
         owner = (lookup.instance_id, lookup.request_id)
-        self.end(owner)
+        if (
+            before := self._waits.pop(owner, None)
+        ) is not None:  # the request asks anew: what was found before may have left L1
+            before.then(True)
         first = self.cache.leading(namespace, lookup.keys)
         wait = _Wait(lookup, namespace, due_ns, then, first)
         if len(self._waits) < MOST_WAITS and self._is_coming(wait):
