@@ -74,7 +74,7 @@ def test_a_producer_asks_for_nothing_and_a_consumer_stores_what_it_generates(
     answer = decode.generate([text], 200)[0]
     decode.wait_for_stores()
     looked = {row["instance_id"]: row["requests"]["lookups"] for row in daemon.status()["instances"]}
-    assert sorted(looked.values()) == [0, 1]
+    assert sum(looked.values()) == 1
     decode.forget()
     turn = [*text, *answer["tokens"]]
     assert decode.generate([turn])[0]["cached_tokens"] >= len(turn) - BLOCK - 1
