@@ -29,6 +29,7 @@ class EngineFacts:
     world_size: int
     object_groups: tuple[ObjectGroup, ...]
     all_groups: bool  # False if a KV cache group is in none of them
+    replayed_tokens: int  # before the end of a hit, which vLLM computes again for groups in none of them
     hash_block_tokens: int
     groups: tuple[KVGroup, ...]
     block_tokens: tuple[int, ...]  # of each KV cache group
@@ -81,6 +82,7 @@ def engine_facts(
         world_size=vllm_config.parallel_config.world_size,
         object_groups=object_groups(vllm_config, kv_cache_config),
         all_groups=len(by_prefix(kv_cache_config)) == len(specs),
+        replayed_tokens=max((getattr(spec, "prefix_replay_tokens", 0) for spec in specs), default=0),
         hash_block_tokens=hash_tokens,
         groups=groups,
         block_tokens=tuple(int(spec.block_size) for spec in specs),

@@ -42,7 +42,7 @@ class Storing:
         failed: FailedLoads, ids: Iterator[int], counters: Counter[str], faults: Faults,
     ) -> None:  # fmt: skip
         self._chunks, self._failed, self._faults = chunks, failed, faults
-        self._inexact_siblings = facts.inexact_siblings
+        self._inexact_siblings, self._replayed_tokens = facts.inexact_siblings, facts.replayed_tokens
         self._pins = PinnedStores(pool, facts.world_size, settings.store_timeout_ms / 1000 + _REPORT_SECONDS)
         self._acceptance = Acceptance(
             self._pins, pool.suspects, facts.block_tokens, counters, variants.are_files_same
@@ -66,7 +66,12 @@ class Storing:
     # ---- a step ---------------------------------------------------------------------------------
 
     def scheduled(self, state: RequestState, before: int, computed: int, anew: bool) -> None:
-        """A step computes a request's tokens from `before` to `computed`."""
+        """A step computes a request's tokens from `before` to `computed`.
+
+        Where vLLM replays the last tokens of a hit, it counts from them on, and writes none of the blocks that were found.
+        """
+        if anew and (replay_start := getattr(state.request, "replay_start", 0)):  # 0.32 and later
+            before = replay_start + self._replayed_tokens
         asked, state.asked_tokens = state.asked_tokens, None
         if (
             self._inexact_siblings

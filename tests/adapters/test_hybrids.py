@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hybrids import HYBRIDS, Hybrid
+from hybrids import HYBRIDS, REPLAYS, Hybrid
 from made_up_model import prompt
 from modelless import Engine
 
 from kvserver.adapters.common.specs import ids_of
+from kvserver.adapters.vllm.acceptance import Acceptance
 from kvserver.protocol import Error, ErrorCode, Retrieve, Store
 
 
@@ -70,6 +71,25 @@ def test_a_prompt_that_ends_with_a_chunk_goes_on_before_its_last_one(make_daemon
     daemon, tokens = make_daemon(), prompt(3, 5 * model.chunk)
     make_engine(daemon, **model.options).generate("cold", tokens)
     assert make_engine(daemon, **model.options).generate("warm", tokens).external == 4 * model.chunk
+
+
+@pytest.mark.skipif(not REPLAYS, reason="vLLM before 0.32 replays nothing")
+def test_a_step_that_replays_the_end_of_a_hit_computes_from_the_hits_end_on(make_daemon, make_engine, monkeypatch):
+    """Blocks in front of it were found: they may be suspect, or a sibling's, and the step writes none of them."""
+    model = HYBRIDS["deepseek-v4.1"]
+    daemon, tokens = make_daemon(), prompt(5, 3 * model.chunk + 10)
+    make_engine(daemon, **model.options).generate("cold", tokens)
+    begun = []
+    scheduled = Acceptance.scheduled
+
+    def noted(acceptance, state, before, after, anew):
+        if anew:
+            begun.append((before, after))
+        scheduled(acceptance, state, before, after, anew)
+
+    monkeypatch.setattr(Acceptance, "scheduled", noted)
+    assert make_engine(daemon, **model.options).generate("warm", tokens).external == 3 * model.chunk
+    assert begun == [(3 * model.chunk, len(tokens))]
 
 
 @pytest.mark.parametrize("more", [0, 1, 70])
