@@ -44,7 +44,7 @@ from kvserver.protocol import (
     UnregisterWorker,
 )
 from kvserver.server.clears import ClearRefusal, ClearRequest, Clears
-from kvserver.server.copy_checks import check_chunk, chunk_count
+from kvserver.server.copy_checks import check_chunk, check_tail, chunk_count
 from kvserver.server.loads import Loads
 from kvserver.server.lookups import L1Lookups
 from kvserver.server.pins import Pins
@@ -128,7 +128,9 @@ class Handlers:
         instance = self.instances.instance(lookup.instance_id, lookup.incarnation)
         spec = instance.any_worker().spec
         check_chunk(lookup.chunk_blocks, spec)
-        chunk_count(lookup.keys)
+        check_tail(lookup.tail_keys, spec)
+        if lookup.keys or not lookup.tail_keys:
+            chunk_count(lookup.keys)
         if self.serving.why_nothing_is_found:  # since its lookup
             respond(LookupReply(0))
             return

@@ -91,7 +91,7 @@ class PrefetchReports:
         """Seconds that are left; None if no rate is known."""
         if expected_seconds is None:
             return None
-        return round(max(0.0, planned_at + expected_seconds - self._upkeep.clock()), 3)
+        return round(max(0.001, planned_at + expected_seconds - self._upkeep.clock()), 3)
 
 
 def _outcome(prefetch: Prefetch, chunks: int) -> tuple[str, str]:

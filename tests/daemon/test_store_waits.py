@@ -75,6 +75,7 @@ def test_lookup_is_answered_without_a_hit_when_the_storing_engine_dies(
         pausing.wait_for_a_copy()
         number = wait_for(decode, keys)
         prefill.close()
+        wait_until(lambda: len(pausing.status()["instances"]) == 1, 20, "the daemon has seen its end")
     assert reply_to(decode, number).hit_chunks == 0
 
 

@@ -87,7 +87,7 @@ def test_a_part_that_hangs_once_is_read_again(
     daemon: TierDaemon, proxy: IllProxy, stored: ObjectMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     release = threading.Event()
-    monkeypatch.setattr(s3._S3Client, "_piece_seconds", 3.0)
+    monkeypatch.setattr(s3._S3Client, "_piece_seconds", 10.0)
     proxy.change = only_first(lambda body: body * release.wait(_SECONDS))
     read = daemon.l1.object(_SIZE)
     assert daemon.get(name(1), read, _SECONDS) is TierOutcome.DONE
