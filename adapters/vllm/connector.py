@@ -115,9 +115,8 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._registration: RankRegistration | None = None  # None: this worker is not registered, or the scheduler
         rank = f"rank {vllm_config.parallel_config.rank}"
         self._stats_reporter = StatsReporter(SCHEDULER if role == KVConnectorRole.SCHEDULER else rank)
-        self._is_alone = (
-            False  # no MultiConnector around it, which in older vLLM ends if two connectors answer with parameters
-        )
+        # Without a MultiConnector around it, which in older vLLM ends if two connectors answer with parameters.
+        self._is_alone = False
         self._stepped = False
         self._has_computed = False
         self._asleep = False  # between unregister_kv_caches and restore_kv_caches

@@ -116,7 +116,7 @@ class Pins:
 
     def reject(self, code: str, text: str) -> PinReport:
         """Count a request that names no prompt of one namespace."""
-        return self._counted(_rejected(code, text))
+        return self._counted(rejected(code, text))
 
     def _counted(self, report: PinReport) -> PinReport:
         self._upkeep.cache.protections.requested[report.outcome] += 1
@@ -125,11 +125,11 @@ class Pins:
     def _pin(self, request: PinRequest) -> PinReport:
         cache, pool = self._upkeep.cache, self._upkeep.cache.pool
         if not cache.protections.fraction:
-            return _rejected("off", "--pin-share is 0")
+            return rejected("off", "--pin-share is 0")
         if len(cache.protections) >= MOST_PROTECTIONS:
-            return _rejected("too_many", f"there are {MOST_PROTECTIONS} pins; delete one")
+            return rejected("too_many", f"there are {MOST_PROTECTIONS} pins; delete one")
         if request.chunks > MOST_CHUNKS:
-            return _rejected("too_large", f"the prompt has {request.chunks} chunks, and a pin at most {MOST_CHUNKS}")
+            return rejected("too_large", f"the prompt has {request.chunks} chunks, and a pin at most {MOST_CHUNKS}")
         stores = request.tail is not None
         if stores:
             namespace, known = request.namespace, request.chunks
@@ -141,7 +141,7 @@ class Pins:
             text = "not_cached: neither L1 nor a tier of files has its beginning; a prompt of a LoRA must be in L1"
             return PinReport(outcome="missing", reason=text)
         if known + max(request.chunk_blocks, len(tail) // KEY_BYTES) > cache.protections.room_for_names:
-            return _rejected("too_many", f"pins may name {MOST_NAMES} chunks together; delete some")
+            return rejected("too_many", f"pins may name {MOST_NAMES} chunks together; delete some")
         waits = stores and (leading < known or len(tail) > 0)
         seconds = max(request.ttl_seconds, _MOST_WAIT_SECONDS) if waits else request.ttl_seconds
         protection = Protection(
@@ -152,7 +152,7 @@ class Pins:
         boundary = cache.protect(protection, keys, request.tail_keys, request.chunk_keys(leading, known))
         if cache.protections.get(protection.id) is None:
             bound = cache.protections.bound_of(protection.model) * pool.page_bytes
-            return _rejected(
+            return rejected(
                 "no_room", f"pins may use {bound} bytes of L1 for this model, and not even its first chunk fits"
             )
         if boundary == leading and stores and not protection.note:
@@ -240,5 +240,5 @@ def _id_of(instance_id: str, request_id: str) -> str:
     return hashlib.blake2b(f"{instance_id}\0{request_id}".encode(), digest_size=8).hexdigest()
 
 
-def _rejected(code: str, text: str) -> PinReport:
+def rejected(code: str, text: str) -> PinReport:
     return PinReport(outcome="rejected", reason=f"{code}: {text}")

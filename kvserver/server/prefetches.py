@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from kvserver.server.pins import MOST_CHUNKS, PinReport, PinRequest
+from kvserver.server.pins import MOST_CHUNKS, PinReport, PinRequest, rejected
 from kvserver.server.upkeep import Upkeep
 from kvserver.tiering import MOST_PREFETCHES, Prefetch, Prefetches
 
@@ -37,20 +37,20 @@ class PrefetchReports:
     def reject(self, code: str, text: str) -> PinReport:
         """Count a request that names no prompt of one namespace."""
         self._prefetches.requested["rejected"] += 1
-        return _rejected(code, text)
+        return rejected(code, text)
 
     def _begin(self, request: PinRequest) -> PinReport:
         if not self._upkeep.storage.tiers.all:
-            return _rejected("off", "there is no --l2")
+            return rejected("off", "there is no --l2")
         if len(self._prefetches.live) >= MOST_PREFETCHES:
-            return _rejected("too_many", f"there are {MOST_PREFETCHES} prefetches; delete one")
+            return rejected("too_many", f"there are {MOST_PREFETCHES} prefetches; delete one")
         if request.chunks > MOST_CHUNKS:
-            return _rejected(
+            return rejected(
                 "too_large", f"the prompt has {request.chunks} chunks, and a prefetch at most {MOST_CHUNKS}"
             )
         instance = self._prefetches.reader(request.namespace)
         if instance is None or instance.description is None:
-            return _rejected("no_engine", "the engine has disconnected, or not all of its ranks are registered")
+            return rejected("no_engine", "the engine has disconnected, or not all of its ranks are registered")
         keys = request.chunk_keys(0, request.chunks)
         prefetch = self._prefetches.begin(
             instance, request.namespace, keys, instance.description.durability, request.ttl_seconds
@@ -108,7 +108,3 @@ def _outcome(prefetch: Prefetch, chunks: int) -> tuple[str, str]:
     if chunks:
         return "clipped", f"not_cached: {prefetch.chunks - chunks} chunks at its end are not there"
     return "missing", "not_cached: neither L1 nor L2 has its first chunk; a prompt of a LoRA is not prefetched"
-
-
-def _rejected(code: str, text: str) -> PinReport:
-    return PinReport(outcome="rejected", reason=f"{code}: {text}")

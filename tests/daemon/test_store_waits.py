@@ -103,3 +103,24 @@ def test_lookup_waits_for_single_blocks_of_the_tail(pausing: Daemon, make_worker
         number = wait_for(decode, keys, tail)
     reply = reply_to(decode, number)
     assert (reply.hit_chunks, reply.tail_blocks) == (1, 2)
+
+
+def test_prompt_shorter_than_a_chunk_waits_for_its_blocks(pausing: Daemon, make_worker: MakeWorker) -> None:
+    prefill, decode = (make_worker(pausing, groups=(FULL,), tails=True) for _ in range(2))
+    tail = make_keys(2, "tail")
+    with pausing.paused_copies():
+        prefill.begin_store(tail, range(1, 3), group=TAIL)
+        pausing.wait_for_a_copy()
+        found = decode.ask(decode.lookup_message([], tail_keys=b"".join(tail)), LookupReply)
+        assert (found.hit_chunks, found.tail_blocks, found.fill_chunks) == (0, 0, 1)
+        number = wait_for(decode, [], tail)
+    assert reply_to(decode, number).tail_blocks == 2
+
+
+def test_keys_of_a_tail_that_are_not_whole_are_refused_before_the_wait(
+    pausing: Daemon, make_worker: MakeWorker
+) -> None:
+    worker, keys = make_worker(pausing, groups=(FULL,), tails=True), make_keys(1)
+    worker.store(keys, worker.blocks_for(1))
+    refused = worker.error_of(AwaitFill(worker.lookup_message(keys, tail_keys=b"abc"), 10_000))
+    assert refused.code == "bad_keys"

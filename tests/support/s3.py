@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from typing import Any, Literal
 import boto3
 import botocore.config
 import botocore.exceptions
+import pytest
 
 from support.ports import reserved_port
 
@@ -103,3 +105,15 @@ class S3Server:
     def _signal(self, number: int) -> None:
         assert self._process is not None
         os.kill(self._process.pid, number)
+
+
+def one_server() -> Iterator[S3Server]:
+    """For a fixture: a server, with CREDENTIALS in the environment while it runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        for variable, value in CREDENTIALS.items():
+            patch.setenv(variable, value)
+        server = S3Server()
+        try:
+            yield server
+        finally:
+            server.close()

@@ -1,9 +1,10 @@
 """Client of a bucket of S3, or of a store that speaks its protocol: `obstore`.
 
 Credentials are those of the environment (AWS_ACCESS_KEY_ID, ..., web identity, the machine's role); a URL has none. A value that
-is read stays in the client's own memory until the caller releases it. A large one is read in parts, each by a connection of its
-own, into the lane's buffer: `If-Match` keeps parts of two writes apart, and the record's checks cover them all. Expiry is the bucket's: a lifecycle rule, which would
-remove ids as well. So ids in use are written anew.
+is read stays in the client's own memory until the caller releases it. A large one is read in parts into the lane's buffer, each by a
+connection of its own. `If-Match` keeps parts of two writes apart, and the record's checks cover them all.
+
+Expiry is the bucket's: a lifecycle rule, which would remove ids as well. So ids in use are written anew.
 
 Owns: the form of URLs of this kind, and the meaning of the client's errors.
 """

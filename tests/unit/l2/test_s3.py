@@ -12,7 +12,7 @@ from typing import Any, Literal
 import obstore
 import pytest
 from support.l1_memory import PAGE, name, within
-from support.s3 import BUCKET, CREDENTIALS, S3Server
+from support.s3 import BUCKET, S3Server, one_server
 from support.shared_tiers import MakeDaemon
 from support.tls import Authority, TlsProxy
 
@@ -29,12 +29,7 @@ from kvserver.protocol import ConfigError
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[S3Server]:
-    with pytest.MonkeyPatch.context() as patch:
-        for variable, value in CREDENTIALS.items():
-            patch.setenv(variable, value)
-        server = S3Server()
-        yield server
-        server.close()
+    yield from one_server()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from support.ill_proxy import IllProxy
 from support.l1_memory import PAGE, name
-from support.s3 import CREDENTIALS, S3Server
+from support.s3 import S3Server, one_server
 from support.shared_tiers import MakeDaemon, TierDaemon
 
 from kvserver.l2 import ObjectMemory, TierOutcome
@@ -21,12 +21,7 @@ _SECOND_PART = f"bytes={s3._PART_BYTES}-{2 * s3._PART_BYTES - 1}"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[S3Server]:
-    with pytest.MonkeyPatch.context() as patch:
-        for variable, value in CREDENTIALS.items():
-            patch.setenv(variable, value)
-        server = S3Server()
-        yield server
-        server.close()
+    yield from one_server()
 
 
 @pytest.fixture
@@ -90,8 +85,10 @@ def test_a_part_that_hangs_once_is_read_again(
     monkeypatch.setattr(s3._S3Client, "_piece_seconds", 10.0)
     proxy.change = only_first(lambda body: body * release.wait(_SECONDS))
     read = daemon.l1.object(_SIZE)
-    assert daemon.get(name(1), read, _SECONDS) is TierOutcome.DONE
-    release.set()
+    try:
+        assert daemon.get(name(1), read, _SECONDS) is TierOutcome.DONE
+    finally:
+        release.set()
     assert daemon.l1.read(read) == daemon.l1.read(stored)
 
 
