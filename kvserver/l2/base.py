@@ -127,10 +127,13 @@ class StorageTier(Protocol):
         """Bit i is set if the tier holds the object of key number i, as far as memory knows. Never I/O."""
         ...
 
-    def probe(self, namespace: bytes, group: int, keys: bytes, chain: bool, deadline_ns: int) -> int:
+    def probe(
+        self, namespace: bytes, group: int, keys: bytes, chain: bool, deadline_ns: int, again: bool = False
+    ) -> int:
         """Begin to find out which objects exist; after its end as DONE holds() knows. Returns the ticket.
 
-        `chain`: each object is useless without those before it. A tier that is not shared ends it at once.
+        `chain`: each object is useless without those before it. `again`: that one was absent a moment ago does not count.
+        A tier that is not shared ends it at once.
         """
         ...
 

@@ -187,6 +187,13 @@ class UnregisterWorker(Message):
     registration: Unsigned
 
 
+class HandOver(msgspec.Struct, frozen=True, array_like=True):
+    """Promise of an engine that computed the prompt to the one that looks it up: its stores may not have arrived yet."""
+
+    instance_id: Label  # of the engine that stores it
+    tokens: Tokens  # from the prompt's first one on
+
+
 class Lookup(ArrayMessage):
     """Request the greatest boundary at which the request can continue, and a lease on what a load up to it needs."""
 
@@ -207,6 +214,7 @@ class Lookup(ArrayMessage):
     session_salt: SaltDigest | None = None  # of the request's cache salt, if it has one; a session is of one salt
     # How long L1 should keep the chunks of `keys` and the blocks of `tail_keys` once the request has stored them; None: no pin.
     pin_seconds: Annotated[float, Meta(ge=0, le=MAX_PIN_SECONDS)] | None = None
+    handed_over: HandOver | None = None
 
 
 class LookupTail(ArrayMessage):

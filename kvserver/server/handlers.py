@@ -150,7 +150,10 @@ class Handlers:
 
             self.store_waits.begin(namespace, lookup, due_ns, go_on)
 
-        self.storage.begin(request, instance, filled, self.lookups.answer_again)
+        promised = 0
+        if (given := lookup.handed_over) is not None and given.instance_id not in self.instances.by_id:
+            promised = given.tokens // spec.chunk_tokens  # by another daemon's engine
+        self.storage.begin(request, instance, filled, self.lookups.answer_again, promised)
 
     def _hello(self, request: Hello) -> HelloReply:
         if not OLDEST_PROTOCOL_VERSION <= request.protocol_version <= PROTOCOL_VERSION:

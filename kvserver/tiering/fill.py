@@ -18,6 +18,7 @@ from kvserver.protocol import Durability, Lookup, LookupReply
 from kvserver.tiering.presence import Attainable, MissingObjects
 
 BATCH = 16  # objects that become READY together
+FIRST_ASK_NS, LONGEST_ASK_NS = 5_000_000, 80_000_000  # between two probes for what was promised
 _MOST_READ_SECONDS = 10.0  # of one object; no request waits longer
 
 Owner: TypeAlias = tuple[str, str]  # (instance id, request id)
@@ -70,6 +71,10 @@ class Fill:
     hit_chunks: int  # of L1 when the fill began
     counts: Counts  # of lookups' fills
     give_up: GiveUp | None = None  # of a prefetch, which no request waits for: ends it, to make room for one
+    promised: int = 0  # chunks that an engine of another daemon stores: a shared tier may have them soon
+    promised_until_ns: int = 0
+    asks_at_ns: int = 0  # when the tiers are asked again for what was promised; 0: they are not
+    asks_after_ns: int = FIRST_ASK_NS
     clipped: bool = False  # L1 had no room for all that L2 has
     chunks: int = 0  # of the hit that it is to give
     probes: int = 0  # that have not ended; nothing is planned before
@@ -88,6 +93,7 @@ class Fill:
     awaited: deque[tuple[Chunk, int]] = field(default_factory=deque)  # with the group; others fill them
     lost: bool = False  # one of them was not filled
     tokens: int = 0  # of the objects of group 0 that were read
+    brought_bytes: int = 0  # of all that was read
 
     def read_due_ns(self, now: float) -> int:
         """Deadline of a read or probe that begins now: a prefetch waits longer than a tier may hold up the reads of others."""
@@ -102,7 +108,7 @@ class Fill:
     @property
     def waits(self) -> bool:
         """True if it has work of its own left; False if it depends on other fills and stores alone."""
-        return bool(self.probes or self.todo or self.reserved or self.reading)
+        return bool(self.probes or self.todo or self.reserved or self.reading or self.asks_at_ns)
 
 
 def bytes_of(found: Attainable) -> int:

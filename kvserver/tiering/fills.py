@@ -9,6 +9,9 @@ allocated until their tickets end.
 A prefetch is a fill for a request that may come. It reads after all requests' fills, however slow its tier is. Its bytes count until
 it is ended. Prefetches may use half of the bound, and one is given up when a request's fill needs its room.
 
+Chunks may be promised: an engine of another daemon has computed the prompt, and writes it to a shared tier meanwhile. The fill reads
+what is there, and asks the tier for the rest, a little later each time. It gives up when the engine could have computed the tokens.
+
 A turn of the loop plans one fill, reserves one batch, or begins to read one: other requests are answered between.
 
 Fills need a bound, or waiting requests would evict what others are about to load. Counted are the bytes of fills under way, and
@@ -32,9 +35,10 @@ from kvserver.cache import Cache, Chunk
 from kvserver.engines import Counts, Instance, Respond
 from kvserver.events import Bus, ChunksStored, publish_evicted
 from kvserver.l2 import ObjectName, TierEnd, TierOutcome
-from kvserver.protocol import AwaitFill, Durability, Lookup
+from kvserver.protocol import KEY_BYTES, AwaitFill, Durability, Lookup
 from kvserver.tiering.fill import (
     BATCH,
+    LONGEST_ASK_NS,
     Answer,
     Fill,
     FillBatch,
@@ -52,6 +56,7 @@ from kvserver.tiering.rates import MOST_READS, ReadRates
 from kvserver.tiering.tiers import Tiers
 
 MOST_FILLS = 1024  # under way and waiting
+_MOST_PROMISED = 64  # fills that ask the tiers again and again; the others ask once
 _MIB = 1 << 20
 
 
@@ -108,12 +113,14 @@ class Fills:
     @property
     def next_due_ns(self) -> int | None:
         """Time at which the next fill must be answered; None without fills."""
-        return min((fill.due_ns for fill in self._fills.values()), default=None)
+        return min((fill.asks_at_ns or fill.due_ns for fill in self._fills.values()), default=None)
 
     # ---- begin and end ------------------------------------------------------------------------
 
-    def begin(self, request: AwaitFill, instance: Instance, respond: Respond, answer: Answer) -> None:
-        """Fill what the lookup lacks; answer when that has ended, or after request.wait_ms."""
+    def begin(
+        self, request: AwaitFill, instance: Instance, respond: Respond, answer: Answer, promised: int = 0
+    ) -> None:
+        """Fill what the lookup lacks; answer when that has ended, or after request.wait_ms. `promised`: chunks, by another daemon."""
         lookup = request.lookup
         owner = (lookup.instance_id, lookup.request_id)
         self.end(owner)
@@ -127,6 +134,10 @@ class Fills:
             owner, lookup, respond, answer, namespace, durability, instance, instance.any_worker(), list(instance.coverages),
             now_ns + wait_ns // 2, now_ns + wait_ns, reply.hit_chunks, instance.counts,
         )  # fmt: skip
+        if promised > fill.hit_chunks and sum(each.promised > 0 for each in self._fills.values()) < _MOST_PROMISED:
+            fill.promised = min(promised, len(lookup.keys) // KEY_BYTES)
+            tokens, speed = (promised - fill.hit_chunks) * fill.worker.spec.chunk_tokens, instance.expected_speed
+            fill.promised_until_ns = now_ns + min(wait_ns, int(tokens / speed * 1e9) if speed else wait_ns)
         self._probes.begin(fill)
 
     def prefetch(
@@ -149,11 +160,12 @@ class Fills:
     def _plan(self, fill: Fill) -> None:
         """Queue what is to be read; answer at once if that is nothing, or would take longer than to compute it."""
         fill.planned = True
-        found = self._fitting(fill, self._bound_of(fill))
-        if found is None:
-            self._finish(fill)
+        found = self._fitting(fill, self._bound_of(fill) - fill.brought_bytes)
+        if found is None or not found.missing:  # nothing, or what has come to L1 meanwhile
+            if not self._asks_again(fill):
+                self._finish(fill)
             return
-        if not fill.replanned:
+        if not fill.planned_at:
             if fill.give_up is None and self._presence.is_slow(
                 fill.instance, found.chunks - fill.hit_chunks, found.reads
             ):
@@ -163,6 +175,30 @@ class Fills:
             fill.counts.fills += 1
             fill.planned_at, fill.expected_seconds = self._clock(), self._rates.expected_seconds(found.reads)
         self._queue(fill, found)
+
+    def _asks_again(self, fill: Fill) -> bool:
+        """True if more was promised than has come, and the tiers are asked for it once more."""
+        now_ns = int(self._clock() * 1e9)
+        if (
+            fill.promised <= max(fill.chunks, fill.hit_chunks)
+            or fill.clipped
+            or now_ns >= fill.promised_until_ns
+            or not self._tiers.unknown_to(fill.durability)
+        ):
+            return False
+        fill.asks_at_ns = min(now_ns + fill.asks_after_ns, fill.promised_until_ns)
+        fill.asks_after_ns = min(2 * fill.asks_after_ns, LONGEST_ASK_NS)
+        return True
+
+    def _promised_bytes(self, fill: Fill) -> int:
+        """Bytes that a promise may need, so that a fill that has begun has room for the rest of it."""
+        coverage = fill.coverages[0]
+        chunks = max(0, fill.promised - fill.hit_chunks)
+        return min(self._bound, chunks * coverage.bytes) if coverage is not None else 0
+
+    def _ask(self, fill: Fill) -> None:
+        fill.asks_at_ns, fill.planned = 0, False
+        self._probes.begin(fill, again=True)
 
     def _fitting(self, fill: Fill, bound: int) -> Attainable | None:
         """The greatest hit whose fill reads at most `bound` bytes."""
@@ -185,7 +221,8 @@ class Fills:
         return self._bound // 2 - self._prefetched_bytes - sum(each.bytes for each in planned if each.give_up)
 
     def _queue(self, fill: Fill, found: Attainable) -> None:
-        fill.chunks, fill.todo, fill.bytes = found.chunks, deque(batches(found.missing)), bytes_of(found)
+        fill.chunks, fill.todo = found.chunks, deque(batches(found.missing))
+        fill.bytes = max(fill.brought_bytes + bytes_of(found), self._promised_bytes(fill))
         self._unqueue(fill)
         fill.queued = [part.bytes for part in found.reads]
         for tier, size in enumerate(fill.queued):
@@ -238,6 +275,9 @@ class Fills:
         for fill in list(self._fills.values()):
             if fill.due_ns <= now_ns:
                 self._finish(fill)
+            elif fill.asks_at_ns:
+                if fill.asks_at_ns <= now_ns:
+                    self._ask(fill)
             elif fill.began:
                 self._finish_if_done(fill)  # or plan what another fill did not bring
         match self._next(now_ns):
@@ -260,7 +300,7 @@ class Fills:
                 return Work.PLAN, fill
         may_overtake = True
         for fill in fills:
-            if fill.probes:
+            if fill.probes or fill.asks_at_ns:
                 continue
             if not fill.began and not (may_overtake and self._make_room(fill)):
                 may_overtake = may_overtake and now_ns < fill.overtaken_until_ns  # else it might never have room
@@ -378,6 +418,7 @@ class Fills:
         fill.reading.remove(batch)
         self._cache.finish_store(plan, copied=True, failed=batch.failed)
         if ready := plan.ready:
+            fill.brought_bytes += batch.coverage.bytes * len(ready)
             self._count_ready(fill, batch.coverage.group, ready, plan.pages * len(plan.slots))
         if fill.ended:
             return
@@ -405,7 +446,7 @@ class Fills:
         if fill.lost and not fill.replanned:  # whom it waited for has ended early: its own reads bring the rest
             fill.replanned, fill.lost = True, False
             self._plan(fill)
-        else:
+        elif not self._asks_again(fill):
             self._finish(fill)
 
     def _count_ready(self, fill: Fill, group: int, ready: Sequence[Chunk], pages: int) -> None:
@@ -437,7 +478,7 @@ class Fills:
             self._filled.move_to_end(fill.owner)
         if fill.planned_at:
             fill.counts.fill_seconds += now - fill.planned_at
-        if fill.expected_seconds is not None and now - fill.planned_at > fill.expected_seconds:
+        if fill.expected_seconds is not None and not fill.promised and now - fill.planned_at > fill.expected_seconds:
             fill.counts.fills_slower += 1
         try:
             reply = fill.answer(fill.lookup, fill.tokens)

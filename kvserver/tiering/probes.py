@@ -59,8 +59,11 @@ class Probes:
         self._tiers, self._clock = tiers, clock
         self._worth = [ProbeWorth() for _ in range(len(tiers))]
 
-    def begin(self, fill: Fill) -> None:
-        """Ask the tiers what they have of the fill's keys; `fill.probes` counts the probes that it waits for."""
+    def begin(self, fill: Fill, again: bool = False) -> None:
+        """Ask the tiers what they have of the fill's keys; `fill.probes` counts the probes that it waits for.
+
+        `again`: what was absent may have come.
+        """
         groups = fill.worker.spec.object_groups
         for tier in self._tiers.unknown_to(fill.durability):
             worth = self._worth[tier]
@@ -69,12 +72,13 @@ class Probes:
                 for group, spec in enumerate(groups)
             ]
             tokens = (_chunks(fill) - min(known)) * fill.worker.spec.chunk_tokens
-            waits = fill.give_up is not None or worth.is_waited_for(tokens, fill.instance.expected_speed)
+            expected = fill.give_up is not None or fill.promised > fill.hit_chunks
+            waits = expected or worth.is_waited_for(tokens, fill.instance.expected_speed)
             if waits or worth.beside < MOST_BESIDE:
                 for group, spec in enumerate(groups):
-                    self._probe(fill, tier, group, spec.kind == "full", known[group], waits)
+                    self._probe(fill, tier, group, spec.kind == "full", known[group], waits, again)
 
-    def _probe(self, fill: Fill, tier: int, group: int, chain: bool, known: int, waits: bool) -> None:
+    def _probe(self, fill: Fill, tier: int, group: int, chain: bool, known: int, waits: bool, again: bool) -> None:
         worth, began = self._worth[tier], self._clock()
 
         def ended(end: TierEnd) -> None:
@@ -88,7 +92,7 @@ class Probes:
                 worth.note(self._clock() - began, max(0, found), max(1, _chunks(fill) - known))
 
         keys = fill.lookup.keys[fill.hit_chunks * KEY_BYTES :] if chain else fill.lookup.keys
-        self._tiers.probe(tier, fill.namespace, group, keys, chain, fill.read_due_ns(began), ended)
+        self._tiers.probe(tier, fill.namespace, group, keys, chain, fill.read_due_ns(began), again, ended)
         if waits:
             fill.probes += 1
         else:

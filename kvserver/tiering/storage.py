@@ -31,8 +31,13 @@ class Storage(Protocol):
     def found(self, instance: Instance, namespace: bytes, keys: bytes, hit_chunks: int, durability: Durability) -> InL2:
         """Note that L1 has the first `hit_chunks`; returns what a fill could add. `durability`: of the variant."""
 
-    def begin(self, request: AwaitFill, instance: Instance, respond: Respond, answer: Answer) -> None:
-        """Fill what the lookup lacks; `respond` gets what `answer` finds when that has ended, or after request.wait_ms."""
+    def begin(
+        self, request: AwaitFill, instance: Instance, respond: Respond, answer: Answer, promised: int = 0
+    ) -> None:
+        """Fill what the lookup lacks; `respond` gets what `answer` finds when that has ended, or after request.wait_ms.
+
+        `promised`: chunks that an engine of another daemon stores.
+        """
 
     def prefetch(
         self, lookup: Lookup, namespace: bytes, instance: Instance, due_ns: int, answer: Answer, give_up: GiveUp
@@ -125,7 +130,9 @@ class NoStorage:
     def found(self, instance: Instance, namespace: bytes, keys: bytes, hit_chunks: int, durability: Durability) -> InL2:
         return InL2(hit_chunks, hit_chunks)
 
-    def begin(self, request: AwaitFill, instance: Instance, respond: Respond, answer: Answer) -> None:
+    def begin(
+        self, request: AwaitFill, instance: Instance, respond: Respond, answer: Answer, promised: int = 0
+    ) -> None:
         respond(answer(request.lookup, 0))
 
     def ended(self, owner: Owner) -> int:

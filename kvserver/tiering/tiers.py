@@ -84,10 +84,18 @@ class Tiers:
         return ticket
 
     def probe(
-        self, place: int, namespace: bytes, group: int, keys: bytes, chain: bool, deadline_ns: int, ended: Ended
+        self,
+        place: int,
+        namespace: bytes,
+        group: int,
+        keys: bytes,
+        chain: bool,
+        deadline_ns: int,
+        again: bool,
+        ended: Ended,
     ) -> int:
         """Find out which objects the tier has, for present(); `ended` is called once, by complete(). Returns the ticket."""
-        ticket = self.all[place].tier.probe(namespace, group, keys, chain, deadline_ns)
+        ticket = self.all[place].tier.probe(namespace, group, keys, chain, deadline_ns, again)
         self._open[place, ticket] = ended
         return ticket
 

@@ -17,7 +17,7 @@ from support.shared_tiers import SharedStore
 from support.valkey import ValkeyStore
 from support.worker import Worker, make_keys
 
-from kvserver.protocol import AwaitFill, Clear, Cleared, LookupReply
+from kvserver.protocol import AwaitFill, Clear, Cleared, HandOver, LookupReply
 
 
 @pytest.fixture(scope="module", params=[ValkeyStore, MooncakeStore])
@@ -70,6 +70,22 @@ def test_a_second_daemon_hits_at_its_first_lookup(daemons: list[Daemon]) -> None
         assert worker.memory.blocks(blocks) == content
     with Worker(daemons[1].endpoint, layout="other") as other:
         assert fill(other, keys) == 0, "an engine that may not share"
+
+
+def test_what_an_engine_of_another_daemon_has_promised_is_awaited(daemons: list[Daemon]) -> None:
+    keys = make_keys(10)
+    with Worker(daemons[1].endpoint) as worker:
+        assert fill(worker, keys) == 0, "from now on all is known to be absent"
+        promise = HandOver("a prefill engine", 10 * worker.hello.chunk_tokens)
+        number = worker.send(AwaitFill(worker.lookup_message(keys, handed_over=promise), 10_000))
+        content = store_in(daemons[0], keys)
+        reply = worker.reply_to(number)
+        assert isinstance(reply, LookupReply)
+        assert (reply.hit_chunks, reply.l2_chunks) == (10, 10)
+        blocks = worker.blocks_for(10)
+        worker.memory.fill()
+        worker.load(keys, blocks)
+        assert worker.memory.blocks(blocks) == content
 
 
 @pytest.mark.parametrize(

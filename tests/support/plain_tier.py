@@ -79,7 +79,9 @@ class PlainTier:
         known = self.objects.keys() if self.known is None else self.known & self.objects.keys()
         return sum(1 << place for place, name in enumerate(names) if name in known)
 
-    def probe(self, namespace: bytes, group: int, keys: bytes, chain: bool, deadline_ns: int) -> int:
+    def probe(
+        self, namespace: bytes, group: int, keys: bytes, chain: bool, deadline_ns: int, again: bool = False
+    ) -> int:
         def run() -> TierEnd:
             names = {ObjectName(namespace, group, keys[at : at + KEY_BYTES]) for at in range(0, len(keys), KEY_BYTES)}
             if self.known is not None:

@@ -166,7 +166,9 @@ class FileTier:
         if self._watcher is not None:
             self._watcher(stored, name)
 
-    def probe(self, namespace: bytes, group: int, keys: bytes, chain: bool, deadline_ns: int) -> int:
+    def probe(
+        self, namespace: bytes, group: int, keys: bytes, chain: bool, deadline_ns: int, again: bool = False
+    ) -> int:
         return self._tickets.end(self._tickets.number(), TierOutcome.DONE)
 
     def touch(self, namespace: bytes, group: int, keys: bytes) -> None:

@@ -140,10 +140,14 @@ class RemoteTier:
         found = self._existence.bitmap(namespace, group, keys, now_ns)
         return self._failures.shown(found, namespace, group, keys, now_ns)
 
-    def probe(self, namespace: bytes, group: int, keys: bytes, chain: bool, deadline_ns: int) -> int:
+    def probe(
+        self, namespace: bytes, group: int, keys: bytes, chain: bool, deadline_ns: int, again: bool = False
+    ) -> int:
         now_ns = time.monotonic_ns()
         names = _names_of(namespace, group, keys)
         known = [self._existence.find(name, now_ns) for name in names]
+        if again:
+            known = [present or None for present in known]
         if chain and False in known:
             del names[known.index(False) :]
         unknown = [name for name, present in zip(names, known, strict=False) if present is None]

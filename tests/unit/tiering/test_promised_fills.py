@@ -1,0 +1,99 @@
+"""Fills of what an engine of another daemon has promised: a shared tier is asked again until it has come, and no longer than is worth it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from support.daemon import wait_until
+from support.filling import Filling, filling
+from support.worker import make_keys
+
+from kvserver.l2 import ObjectName
+from kvserver.protocol import AwaitFill, HandOver
+
+KEYS = make_keys(6)
+
+
+@pytest.fixture
+def f() -> Iterator[Filling]:
+    """What it stores is in L2 of another daemon, `later` is what comes there."""
+    with filling() as found:
+        found.store(KEYS)
+        found.written(KEYS)
+        found.forget_l1()
+        found.tier.shared, found.tier.known = True, set()
+        yield found
+
+
+def begin(f: Filling, promised: int = 6, wait_ms: int = 10_000, instance_id: str = "elsewhere") -> int:
+    handed_over = HandOver(instance_id, promised * f.worker.hello.chunk_tokens) if promised else None
+    return f.worker.send(AwaitFill(f.worker.lookup_message(KEYS, handed_over=handed_over), wait_ms))
+
+
+def probes(f: Filling) -> int:
+    return sum(kind == "probe" for kind, _ in f.tier.began)
+
+
+def gone(f: Filling, first: int) -> dict[ObjectName, tuple[bytes, bytes]]:
+    """Take the objects from number `first` on out of the tier; returns them."""
+    return {name: f.tier.objects.pop(name) for name in list(f.tier.objects) if name.key in KEYS[first:]}
+
+
+def test_promised_chunks_are_read_when_they_come(f: Filling) -> None:
+    later = gone(f, 0)
+    number = begin(f)
+    wait_until(lambda: probes(f) >= 3)
+    f.tier.objects.update(later)
+    assert f.reply(number).hit_chunks == 6
+    assert len(f.gets()) == 6
+    f.worker.end_request()
+    f.audit()
+
+
+def test_what_is_there_is_read_while_the_rest_is_awaited(f: Filling) -> None:
+    later = gone(f, 2)
+    number = begin(f)
+    wait_until(lambda: len(f.gets()) == 2 and probes(f) >= 3)
+    f.tier.objects.update(later)
+    assert f.reply(number).hit_chunks == 6
+    assert sorted(name.key for name in f.gets()) == sorted(KEYS), "each is read once"
+    f.worker.end_request()
+    f.audit()
+
+
+def test_a_promise_that_is_not_kept_ends_at_the_requests_limit_with_what_came(f: Filling) -> None:
+    gone(f, 2)
+    assert f.reply(begin(f, wait_ms=300)).hit_chunks == 2
+    assert probes(f) > 1
+    f.worker.end_request()
+    f.audit()
+
+
+@pytest.mark.parametrize(
+    ("promised", "here"), [(0, False), (2, False), (6, True)], ids=["none", "all there", "of this daemon"]
+)
+def test_the_tier_is_asked_once_where_nothing_more_is_promised_by_another_daemon(
+    f: Filling, promised: int, here: bool
+) -> None:
+    gone(f, 2)
+    assert f.reply(begin(f, promised, instance_id=f.worker.instance_id if here else "elsewhere")).hit_chunks == 2
+    assert probes(f) == 1
+
+
+def test_a_promise_is_not_awaited_beyond_the_time_to_compute_it(f: Filling) -> None:
+    later = gone(f, 0)
+    (instance,) = f.running.parts.instances.by_id.values()
+    instance.prefill_speed = 1e12
+    assert f.reply(begin(f)).hit_chunks == 0
+    assert probes(f) == 1
+    f.tier.objects.update(later)
+
+
+def test_a_promise_ends_with_its_request(f: Filling) -> None:
+    gone(f, 0)
+    number = begin(f)
+    wait_until(lambda: probes(f) >= 2)
+    f.worker.end_request()
+    assert f.reply(number).hit_chunks == 0
+    f.audit()
