@@ -34,7 +34,7 @@ from kvserver.tiering.tiers import ConfiguredTier, Tiers
 
 MOST_QUEUED = 1 << 16  # objects of each tier
 _MOST_PUTS = 16  # under way at a time, and
-_MOST_PUT_BYTES = 64 << 20  # of L1 that they pin, but for a single larger object
+_LEAST_PUT_BYTES, _MOST_PUT_BYTES = 64 << 20, 256 << 20  # of L1 that they pin: a sixteenth of it, but for a single larger object
 _REASONS = dict.fromkeys(  # why an object was not written
     ("queue_full", "not_writable", "left_l1", "parent", "full", "timeout", "unavailable", "cancelled"), 0
 )
@@ -90,6 +90,8 @@ class Spill:
         self._tiers = tiers
         self._rates = rates
         self._clock = clock
+        l1_bytes = cache.pool.pages * cache.pool.page_bytes
+        self._most_put_bytes = min(_MOST_PUT_BYTES, max(_LEAST_PUT_BYTES, l1_bytes // 16))
         self._queues = [_Queue(each) for each in tiers.all]
 
     @property
@@ -172,7 +174,7 @@ class Spill:
 
     def _may_put(self, queue: _Queue) -> bool:
         size = queue.waiting[0].coverage.bytes
-        if queue.puts and (queue.puts >= _MOST_PUTS or queue.put_bytes + size > _MOST_PUT_BYTES):
+        if queue.puts and (queue.puts >= _MOST_PUTS or queue.put_bytes + size > self._most_put_bytes):
             return False
         return not queue.configured.url.write_limit or queue.credit > 0
 
