@@ -78,6 +78,7 @@ from kvserver.protocol.messages import (
     Detached,
     EndRequest,
     Error,
+    HandOver,
     Heartbeat,
     Hello,
     HelloReply,
