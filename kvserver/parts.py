@@ -71,7 +71,7 @@ class Parts:
         self.tickets: Tickets[Ticket] = Tickets(devices)
         copies = Copies(cache.pool, self.tickets, instances, bus, clock)
         self.storage = storage = make_storage(tiers, cache, bus, settings.lease_seconds, clock)
-        store_waits = StoreWaits(cache, clock)
+        store_waits = StoreWaits(cache, instances, clock)
         lookups = L1Lookups(
             cache, devices, instances, settings.lease_seconds, storage, self.serving, bus, store_waits, clock
         )

@@ -49,7 +49,7 @@ from kvserver.adapters.vllm.registration import RankRegistration
 from kvserver.adapters.vllm.scheduler import SchedulerHalf
 from kvserver.adapters.vllm.settings import AdapterSettings
 from kvserver.adapters.vllm.stats import DISK, HOST, KVServerStats
-from kvserver.adapters.vllm.support import TransferResults, loads, unsupported
+from kvserver.adapters.vllm.support import TransferResults, loads, unsupported, vllm_version
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -115,8 +115,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._registration: RankRegistration | None = None  # None: this worker is not registered, or the scheduler
         rank = f"rank {vllm_config.parallel_config.rank}"
         self._stats_reporter = StatsReporter(SCHEDULER if role == KVConnectorRole.SCHEDULER else rank)
-        # Without a MultiConnector around it, which in older vLLM ends if two connectors answer with parameters.
-        self._is_alone = False
+        self._answers = False  # with parameters, which MultiConnector before vLLM 0.32 takes from one connector only
         self._stepped = False
         self._has_computed = False
         self._asleep = False  # between unregister_kv_caches and restore_kv_caches
@@ -129,7 +128,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         transfer = self._config.kv_transfer_config
         self._settings = read_settings(AdapterSettings, transfer.kv_connector_extra_config)
         outer = outer_transfer(transfer)
-        self._is_alone = outer is transfer
+        self._answers = outer is transfer or vllm_version() >= (0, 32)
         self._refusal = unsupported(self._config, self._caches_config, outer)
         # vLLM reads the policy after it built the connector; its default fails the request.
         for config in (transfer, outer):
@@ -410,7 +409,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> tuple[bool, dict[str, Any] | None]:
         """`block_ids` are those of no group for a model without KV cache."""
         params = scheduler.request_finished(request, block_ids)
-        return False, params if self._is_alone else None
+        return False, params if self._answers else None
 
     @fenced(False)
     def has_pending_push_work(self) -> bool:

@@ -15,7 +15,7 @@ from kvserver.adapters.vllm.chunks import Chunks
 from kvserver.adapters.vllm.facts import EngineFacts
 from kvserver.adapters.vllm.requests import RequestState, session_of
 from kvserver.adapters.vllm.variants import Variants
-from kvserver.protocol import MAX_CHUNKS, Lookup, LookupTail
+from kvserver.protocol import MAX_CHUNKS, HandOver, Lookup, LookupTail
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -82,7 +82,8 @@ class Hits:
         chunks = self._useful_chunks(state)
         tail = self._useful_tail(state, chunks)
         session_id, session_salt = session_of(state)
-        if state.wishes.pin_seconds:
+        wishes = state.wishes
+        if wishes.pin_seconds:
             state.pin = "requested"
         return Lookup(
             instance_id=self._facts.names.instance_id,
@@ -97,7 +98,8 @@ class Hits:
             tail_keys=self._chunks.block_keys(request, tail) if tail else b"",
             session_id=session_id,
             session_salt=session_salt,
-            pin_seconds=state.wishes.pin_seconds or None,
+            pin_seconds=wishes.pin_seconds or None,
+            handed_over=HandOver(wishes.prefilled_by, wishes.prefilled_tokens) if wishes.prefilled_tokens else None,
         )
 
     def tokens_to_load(self, state: RequestState, local_tokens: int, has_all: bool) -> int | None:

@@ -110,6 +110,7 @@ class RankRegistration:
                 tails=hello.tails and has_tails(grouped, chunk_tokens),
                 engine="vllm",
                 engine_version=vllm.__version__[:MOST_ENGINE],
+                kv_role=self._config.kv_transfer_config.kv_role or "",
             )
 
         margin = GPU_MARGIN_SECONDS if self.on_gpu else 0.0

@@ -29,7 +29,7 @@ from kvserver.adapters.vllm.loading import Loading
 from kvserver.adapters.vllm.reporting import Reporting
 from kvserver.adapters.vllm.requests import Requests, RequestState, turn_of
 from kvserver.adapters.vllm.settings import AdapterSettings
-from kvserver.adapters.vllm.shortage import Shortage
+from kvserver.adapters.vllm.shortage import STORING_SECONDS, Shortage
 from kvserver.adapters.vllm.sleeps import Sleeps
 from kvserver.adapters.vllm.storing import Storing
 from kvserver.adapters.vllm.support import rehashes_sessions
@@ -56,6 +56,7 @@ class SchedulerHalf:
         self._serves = False  # until the pool's hook sees which blocks are allocated
         self._stale_hashes = False  # vLLM's own cache may have blocks under hashes of other tokens
         self._requests = Requests(faults)
+        self._instance_id, self._only_stores = facts.names.instance_id, not facts.loads
         self._pins = TrustedPins(settings.trust_request_pins, self.counters)
         self._plan = StepPlan()
         self._variants = variants = Variants(
@@ -78,7 +79,8 @@ class SchedulerHalf:
             self.counters,
             self._begin_epoch,
         )
-        self._shortage = Shortage(facts.object_groups, facts.admitted_tokens)
+        patience_seconds = 0.0 if facts.loads else STORING_SECONDS
+        self._shortage = Shortage(facts.object_groups, facts.admitted_tokens, patience_seconds)
         self._ids = ids = itertools.count(1)
         self._dispatcher = dispatcher = Dispatcher(link, self.counters, faults)
         dispatcher.on_session.append(self._begin_session)
@@ -297,7 +299,18 @@ class SchedulerHalf:
         why = state.not_loaded if state is not None else ""
         why = "computes_all" if request.skip_reading_prefix_cache else why or self._variants.why_without_cache(request)
         self._reporting.request_ended(request.request_id, prompt, why)
-        return {"kvserver.pin": state.pin} if state is not None and state.pin else None
+        return self._answered_params(state) if state is not None else None
+
+    def _answered_params(self, state: RequestState) -> dict[str, Any] | None:
+        params: dict[str, Any] = {"kvserver.pin": state.pin} if state.pin else {}
+        if self._hands_over(state.request) and (tokens := self._storing.stored_tokens(state)):
+            params |= {"kvserver.prefilled_tokens": tokens, "kvserver.prefilled_by": self._instance_id}
+        return params or None
+
+    def _hands_over(self, request: Request) -> bool:
+        """True if another engine may decode the request: a proxy asks for it by vLLM's own parameter, or for one token alone."""
+        asked = request.kv_transfer_params
+        return self._only_stores or request.max_tokens == 1 or (isinstance(asked, dict) and "do_remote_decode" in asked)
 
     def _plan_last_stores(self, state: RequestState, tables: Tables) -> None:
         self._follow_session(state)

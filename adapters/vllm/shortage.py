@@ -10,7 +10,8 @@ Owns: which request waits, for how many passes, and the blocks that requests nee
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from vllm.v1.request import RequestStatus
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 # Under asynchronous scheduling so many passes see the blocks of a store that ends in time: it waits for the outputs of its step, goes out
 # with the next plan, and vLLM has the report one pass later.
 PATIENCE = 4
+STORING_SECONDS = 1.0  # that an engine which only stores waits besides: other engines wait as long for what it stores
 _WAITS = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
@@ -31,9 +33,18 @@ class Shortage:
     """Shortage of one engine.
 
     `admitted_tokens`: vLLM admits a request that has blocks for so many more tokens, where these are not all of it.
+    `patience_seconds`: how long a request waits for stores at least, from the first pass in which it does.
     """
 
-    def __init__(self, groups: Sequence[ObjectGroup], admitted_tokens: int) -> None:
+    def __init__(
+        self,
+        groups: Sequence[ObjectGroup],
+        admitted_tokens: int,
+        patience_seconds: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._patience_seconds, self._clock = patience_seconds, clock
+        self._waits_since = 0.0
         self._groups = groups
         self._admitted_tokens = admitted_tokens
         self._front: tuple[Request, int, int] | None = None  # (it, tokens that it has, tokens that it is to have)
@@ -74,9 +85,11 @@ class Shortage:
         waiting = [front[1:]] if front is not None else list(self._loaded())
         waits = any(self._blocks(have, tokens) <= free + kept for have, tokens in waiting)
         self._passes = self._passes + 1 if waits else 0
+        self._waits_since = self._clock() if self._passes <= 1 else self._waits_since
+        patient = self._passes < PATIENCE or self._clock() < self._waits_since + self._patience_seconds
         more = self._groups[0].block_tokens
         soon = sum(self._blocks(tokens, max(tokens, request.num_tokens) + more) for request, tokens in running)
-        return self._passes >= PATIENCE or soon > free
+        return (waits and not patient) or soon > free
 
     def _loaded(self) -> Iterator[tuple[int, int]]:
         """Tokens of requests whose load has ended and that vLLM did not place: that each has, and is to have."""

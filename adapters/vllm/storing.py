@@ -101,6 +101,10 @@ class Storing:
         if state.wishes.stores and not state.lost and may_store():
             self._planner.plan_last(state, tables, computed)
 
+    def stored_tokens(self, state: RequestState) -> int:
+        """Tokens of the request that the daemon has, or that stores bring."""
+        return max(state.stored_chunks * self._chunks.tokens, state.stored_blocks * self._chunks.block_tokens)
+
     def take(self, computes: bool) -> tuple[int, list[StoreSpec]]:
         """(number of the step, its stores)."""
         step, stores = self._acceptance.plan(computes=computes)

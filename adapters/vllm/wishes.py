@@ -20,6 +20,7 @@ from kvserver.protocol import MAX_PIN_SECONDS, MAX_SESSION_ID
 log = logging.getLogger("vllm.kvserver")
 
 _PREFIX = "kvserver."
+_LONGEST_NAME = 512  # of an engine, as the protocol has it
 _TIERS = {(): (0, False), ("l1",): (sys.maxsize, False), ("l1", "l2"): (sys.maxsize, True)}
 
 
@@ -30,6 +31,8 @@ class Wishes:
     waits_for_storage: bool = True  # for what the daemon has in L2 alone
     session_id: str = ""  # for vLLM before 0.32, whose requests have none
     pin_seconds: float = 0.0  # how long its prompt should stay in L1
+    prefilled_tokens: int = 0  # of its prompt, which another engine has computed and stores
+    prefilled_by: str = ""  # that engine
 
 
 NONE = Wishes()
@@ -99,6 +102,10 @@ def _with(wishes: Wishes, name: str, value: object) -> Wishes | None:
         return replace(wishes, pin_seconds=float(value)) if 0 < value <= MAX_PIN_SECONDS else None
     if name == "pin":  # of an earlier answer, which a router may pass on
         return wishes
+    if name == "prefilled_tokens" and isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31:
+        return replace(wishes, prefilled_tokens=value)
+    if name == "prefilled_by" and isinstance(value, str) and len(value) <= _LONGEST_NAME:
+        return replace(wishes, prefilled_by=value)
     if name == "tiers" and isinstance(value, (list, tuple)) and all(isinstance(tier, str) for tier in value):
         found = _TIERS.get(tuple(sorted(value)))
         if found is not None:
@@ -111,8 +118,8 @@ def _refused(wishes: Wishes, name: str, counters: Counter[str]) -> Wishes:
     if counters["bad_wishes"] == 1:
         log.warning(
             "kv_transfer_params of a request: %.100r has no such value, and is ignored; known are %sno_store (true or false), "
-            "%smax_load_tokens (0 or more), %stiers ([], ['l1'] or ['l1', 'l2']), %spin_seconds (up to a week) and %ssession_id (up to 256 characters). "
-            "Further ones are only counted",
-            name, _PREFIX, _PREFIX, _PREFIX, _PREFIX, _PREFIX,
+            "%smax_load_tokens (0 or more), %stiers ([], ['l1'] or ['l1', 'l2']), %spin_seconds (up to a week), %ssession_id (up to 256 characters), "
+            "and %sprefilled_tokens and %sprefilled_by of another engine's answer. Further ones are only counted",
+            name, _PREFIX, _PREFIX, _PREFIX, _PREFIX, _PREFIX, _PREFIX, _PREFIX,
         )  # fmt: skip
     return wishes

@@ -100,6 +100,7 @@ class LookupEnded(_OfInstance, frozen=True):
     traceparent: str = ""
     tail_keys: bytes = b""  # of the blocks looked up behind the hit
     block_tokens: int = 0  # of these
+    handed_over_tokens: int = 0  # that another engine had promised of these chunks and blocks
 
     @property
     def tokens(self) -> int:

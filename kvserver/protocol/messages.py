@@ -159,11 +159,16 @@ class RegisterWorker(Message):
     unreported: Annotated[tuple[Label, ...], Meta(max_length=16)] = ()  # of UNREPORTED: what it will never report
     # Blocks of each object group, where an engine has a pool of its own for each, with its own ids; (): num_blocks of each.
     group_blocks: Annotated[tuple[Positive, ...], Meta(max_length=MAX_OBJECT_GROUPS)] = ()
+    kv_role: Label = ""  # for people: "kv_both", "kv_producer" or "kv_consumer" of vLLM; "" where engines have no roles
 
     @property
     def engine_names(self) -> tuple[str, str]:
         """`engine` and `engine_version`, short and printable."""
         return _shown(self.engine), _shown(self.engine_version)
+
+    @property
+    def shown_role(self) -> str:
+        return _shown(self.kv_role)
 
     @property
     def chunk_tokens(self) -> int:
@@ -230,9 +235,9 @@ class LookupTail(ArrayMessage):
 
 
 class AwaitFill(ArrayMessage):
-    """Bring to L1 what a Lookup misses, and running stores or L2 have. One reply, a LookupReply: when all is there, or after `wait_ms`.
+    """Bring to L1 what a Lookup misses, and running stores, its hand-over or L2 have. One reply, a LookupReply: when all is there, or after `wait_ms`.
 
-    A second one of the same request ends the first.
+    For what was handed over and has not arrived it waits half of that. A second one of the same request ends the first.
     """
 
     lookup: Lookup

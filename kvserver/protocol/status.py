@@ -113,6 +113,10 @@ class RequestCounts(Struct):
     )
     fills_slower: int = 0  # fills that took longer than expected
     fill_seconds: float = 0.0  # from a fill's plan to its end
+    store_waits: int = 0  # lookups that waited for a store of an engine
+    handed_over_tokens: int = 0  # that lookups were promised by the engines that computed the prompts
+    late_handovers: int = 0  # lookups that had to be answered while a promised store still ran
+    lost_handovers: int = 0  # lookups for which a promised store did not arrive, or failed
     stored_chunks: int = 0
     loaded_chunks: int = 0
     stored_bytes: int = 0
@@ -198,6 +202,7 @@ class InstanceStatus(Struct, frozen=True, kw_only=True):
     model_name: str = ""
     engine: str = ""  # "vllm", "sglang"; empty if its adapter does not report it
     engine_version: str = ""
+    kv_role: str = ""  # vLLM's: "kv_both", "kv_producer", "kv_consumer"
     namespace: str = ""  # empty until all ranks are registered and agree
     private: str = ""  # why it shares KV with no other instance
     machine_only: str = ""  # why its KV goes to no tier of L2 that machines share

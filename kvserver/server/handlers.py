@@ -96,10 +96,10 @@ class Handlers:
             case ReportBlockAllocations():
                 self.reports.add_block_report(request)
             case EndRequest():
+                self.store_waits.end((request.instance_id, request.request_id))
                 self.lookups.complete((request.instance_id, request.request_id))
                 self.reports.end_request(request)
                 Pins(self.upkeep).request_ended(request.instance_id, request.request_id)
-                self.store_waits.end((request.instance_id, request.request_id))
             case DescribeScheduler():
                 self.reports.describe_scheduler(request)
             case EngineLoad():
@@ -137,18 +137,17 @@ class Handlers:
         due_ns = int(self.upkeep.clock() * 1e9) + request.wait_ms * 1_000_000
         namespace = instance.namespace_of(lookup.variant) or b""
 
+        def answer(reply: Reply) -> None:
+            self.lookups.complete((lookup.instance_id, lookup.request_id))
+            respond(reply)
+
         def filled(reply: Reply) -> None:
-            """Wait for running stores once L2 has been read."""
-
-            def go_on(waited: bool) -> None:
-                if not waited or not isinstance(reply, LookupReply):
-                    respond(reply)
-                elif self.instances.by_id.get(lookup.instance_id) is not instance:
-                    respond(LookupReply(0))  # it has disconnected meanwhile
-                else:
-                    respond(self.lookups.answer_again(lookup, reply.l2_chunks * spec.chunk_tokens))
-
-            self.store_waits.begin(namespace, lookup, due_ns, go_on)
+            """Wait for stores once L2 has been read."""
+            l2_tokens = reply.l2_chunks * spec.chunk_tokens if isinstance(reply, LookupReply) else 0
+            if not self.store_waits.begin(
+                namespace, lookup, due_ns, lambda: answer(self.lookups.answer_again(lookup, l2_tokens))
+            ):
+                answer(reply)
 
         promised = 0
         if (given := lookup.handed_over) is not None and given.instance_id not in self.instances.by_id:

@@ -3,9 +3,9 @@
 An engine may store single blocks too. Its lookup ends in one of two ways. If all its chunks are found, the blocks behind them are
 looked up at once. Else the hit may continue inside the first missed chunk: the reply wants that chunk's blocks, and the lookup is
 over once the engine has named them, or has ended the request. Keys of all blocks in the first message would be sixteen times as
-many, and most prompts need none.
+many, and most prompts need none. A lookup that waits for stores is over when it is answered again, and counts what it then found.
 
-Owns: the checks of a lookup, what is counted of it, and the lookups that wait for the keys of a tail. Refuses to know: what is
+Owns: the checks of a lookup, what is counted of it, and the lookups that wait for the keys of a tail or for stores. Refuses to know: what is
 resident, and leases (`cache`).
 """
 
@@ -25,7 +25,7 @@ from kvserver.events import Bus, LookupEnded
 from kvserver.protocol import KEY_BYTES, ErrorCode, KVServerError, Lookup, LookupReply, LookupTail
 from kvserver.server.copy_checks import check_chunk, check_tail, chunk_count
 from kvserver.server.serving import Serving
-from kvserver.server.store_waits import StoreWaits
+from kvserver.server.store_waits import StoreWaits, promised_tokens
 from kvserver.tiering import Storage
 
 _MOST_OPEN = 1024  # the oldest are over then: each keeps its keys
@@ -55,7 +55,7 @@ class L1Lookups:
     bus: Bus
     store_waits: StoreWaits
     clock: Callable[[], float] = time.monotonic
-    # By (instance id, request id), the oldest first: they have replied that the hit may go on.
+    # By (instance id, request id), the oldest first: they have replied that the hit may go on, or that stores may bring more.
     _open: OrderedDict[tuple[str, str], _Looked] = field(default_factory=OrderedDict)
 
     def answer(self, request: Lookup) -> LookupReply:
@@ -83,16 +83,21 @@ class L1Lookups:
         looked = _Looked(request, instance, namespace, spec.chunk_tokens, began_ns, outcome)
         if not outcome.missed:
             self._find_tail(looked, request.tail_keys)
-        tail_blocks = looked.outcome.tail_blocks
-        coming = self.store_waits.coming_chunks(namespace, request, outcome.hit_chunks, tail_blocks)
-        if (most := max(in_l2.most, coming)) > outcome.hit_chunks:
-            return self._over(looked, most)
-        if spec.tails and outcome.missed and self.cache.has_tails(namespace):
-            self._open[owner] = looked
-            if len(self._open) > _MOST_OPEN:
-                self.complete(next(iter(self._open)))
-            return _reply(outcome, wants_tail=True)
-        return self._over(looked)
+        hit_chunks, tail_blocks = outcome.hit_chunks, looked.outcome.tail_blocks
+        coming = self.store_waits.coming_chunks(namespace, request, hit_chunks, tail_blocks)
+        if in_l2.most > hit_chunks:
+            return self._over(looked, max(in_l2.most, coming))
+        wants_tail = coming == hit_chunks and spec.tails and bool(outcome.missed) and self.cache.has_tails(namespace)
+        if coming == hit_chunks:
+            hit_tokens = hit_chunks * spec.chunk_tokens + looked.outcome.tail_tokens
+            instance.counts.lost_handovers += promised_tokens(request, spec.chunk_tokens) > hit_tokens
+            if not wants_tail:
+                return self._over(looked)
+        self._open[owner] = looked
+        if len(self._open) > _MOST_OPEN:
+            self.complete(next(iter(self._open)))
+        fill_chunks = coming if coming > hit_chunks else 0
+        return self._with_boundaries(looked, _reply(looked.outcome, wants_tail, fill_chunks))
 
     def answer_tail(self, request: LookupTail) -> LookupReply:
         """The rest of a lookup. KVServerError(BAD_KEYS) if it is over."""
@@ -110,7 +115,7 @@ class L1Lookups:
         return self._over(looked)
 
     def complete(self, owner: tuple[str, str]) -> None:
-        """The request's lookup is over, if it waits for a tail: the engine no longer needs it."""
+        """The request's lookup is over, if it waits for a tail or a store: it is answered, or the engine no longer needs it."""
         if (looked := self._open.pop(owner, None)) is not None:
             self._over(looked)
 
@@ -125,10 +130,12 @@ class L1Lookups:
         looked.outcome = replace(looked.outcome, tail_blocks=blocks, tail_tokens=tokens)
 
     def answer_again(self, request: Lookup, filled_tokens: int) -> LookupReply:
-        """Lease what L1 has after a fill, which read so many tokens. The lookup was counted before."""
+        """Lease what L1 has after a fill, which read so many tokens, or after a store. Unless the lookup is open it was counted before."""
         instance = self.instances.by_id.get(request.instance_id)
-        namespace = instance.namespace_of(request.variant) if instance is not None else None
-        if instance is None or namespace is None or self._unavailable:
+        if instance is None or instance.incarnation != request.incarnation:  # it has disconnected meanwhile
+            return LookupReply(0)
+        namespace = instance.namespace_of(request.variant)
+        if namespace is None or self._unavailable:
             return LookupReply(0)
         owner = (request.instance_id, request.request_id)
         outcome = self.cache.lookup(
@@ -138,6 +145,8 @@ class L1Lookups:
         looked = _Looked(request, instance, namespace, instance.any_worker().spec.chunk_tokens, 0, outcome)
         if not outcome.missed:
             self._find_tail(looked, request.tail_keys)
+        if (before := self._open.get(owner)) is not None:
+            before.outcome, before.tail_keys = looked.outcome, looked.tail_keys
         l2_chunks = min(outcome.hit_chunks, filled_tokens // looked.chunk_tokens)
         return replace(self._with_boundaries(looked, _reply(looked.outcome)), l2_chunks=l2_chunks)
 
@@ -159,10 +168,12 @@ class L1Lookups:
         """Count and publish it."""
         request, instance, outcome = looked.request, looked.instance, looked.outcome
         _count(instance, outcome, looked.chunk_tokens, request.tokens)
+        handed_over = promised_tokens(request, looked.chunk_tokens)
+        instance.counts.handed_over_tokens += handed_over
         ended = LookupEnded(
             int(self.clock() * 1e9), instance.instance_id, instance.model_name, request.request_id, looked.began_ns,
             request.keys, outcome, looked.chunk_tokens, looked.namespace, request.tokens, request.traceparent,
-            looked.tail_keys, looked.chunk_tokens // request.chunk_blocks,
+            looked.tail_keys, looked.chunk_tokens // request.chunk_blocks, handed_over,
         )  # fmt: skip
         self.bus.publish(ended, len(request.keys) + len(looked.tail_keys))
         return self._with_boundaries(looked, _reply(outcome, fill_chunks=fill_chunks))

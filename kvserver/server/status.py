@@ -115,6 +115,7 @@ def instance_status(instance: Instance, devices: Devices, l0: L0Status, now: flo
         model_name=instance.model_name,
         engine=engine,
         engine_version=version,
+        kv_role=spec.shown_role,
         namespace=instance.namespace.hex() if instance.namespace is not None else "",
         private=instance.private,
         machine_only=instance.machine_only,

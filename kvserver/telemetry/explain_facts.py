@@ -86,6 +86,7 @@ class Facts(TypedDict):
     failure: str  # code of the load that failed
     not_loaded: str  # the engine's code for why it loaded nothing; "" if it loaded, or does not know
     tokens: Tokens
+    handed_over: int  # tokens that the engine which computed them had promised to store
     chunk_tokens: int
     missing: Missing | None
     missed_tokens: dict[str, int]  # by reason
@@ -271,6 +272,7 @@ def facts_of(
         failure=request.failure,
         not_loaded=request.ended.not_loaded if request.ended is not None else "",
         tokens=tokens,
+        handed_over=lookup.handed_over_tokens if lookup is not None else 0,
         chunk_tokens=request.chunk_tokens,
         missing=first_missing,
         missed_tokens=request.missed_tokens(),

@@ -141,6 +141,12 @@ def _differing(facts: Facts) -> str:
     return ", ".join([*named, *([f"and {more} more fields differ"] if more else [])])
 
 
+_HANDED_OVER = (
+    "Another engine handed this prompt over, and its store did not arrive here in time: see whether it is connected to this daemon, "
+    "and its failed and starved stores."
+)
+
+
 def advice(facts: Facts) -> list[str]:
     """Advice for the outcome first, then for each reason why tokens were missed, most tokens first.
 
@@ -155,6 +161,8 @@ def advice(facts: Facts) -> list[str]:
             found.append(_saving(_NOT_LOADED.get(facts["not_loaded"], _WHY_NOT_LOADED), _not_loaded(facts)))
         case "no_lookup" if facts["missing"] is None:
             found.append(_NOT_LOADED.get(facts["not_loaded"], _NO_LOOKUP))
+    if (lost := facts["handed_over"] - facts["tokens"]["found"]) > 0:
+        found.append(_saving(_HANDED_OVER, min(_computed(facts), lost)))
     saved = [
         (MissReason(reason), _saved(facts, MissReason(reason), missed))
         for reason, missed in facts["missed_tokens"].items()

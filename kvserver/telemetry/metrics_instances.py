@@ -28,6 +28,10 @@ _REQUESTS: tuple[Metric[RequestsStatus], ...] = (
     Metric("kvserver_l1_stored_chunks", "Chunks copied from L0 to L1, once for each rank that stores.", Kind.COUNTER, lambda of: of.stored_chunks),
     Metric("kvserver_l1_stores_avoided_chunks", "Chunks that stores did not copy because L1 had them or was receiving them, once for each rank.", Kind.COUNTER, lambda of: of.avoided_chunks),
     Metric("kvserver_l1_starved_chunks", "Chunks that stores did not copy because L1 had no space, once for each rank.", Kind.COUNTER, lambda of: of.starved_chunks),
+    Metric("kvserver_store_waits", "Lookups that waited for an engine's store of what they missed.", Kind.COUNTER, lambda of: of.store_waits),
+    Metric("kvserver_handed_over_tokens", "Tokens of lookups that the engine which computed them had promised to store.", Kind.COUNTER, lambda of: of.handed_over_tokens),
+    Metric("kvserver_late_handovers", "Lookups that were answered while a store that had been promised to them still ran.", Kind.COUNTER, lambda of: of.late_handovers),
+    Metric("kvserver_lost_handovers", "Lookups for which a promised store did not arrive, or failed.", Kind.COUNTER, lambda of: of.lost_handovers),
     Metric("kvserver_fills", "Lookups for which objects were read from L2 to L1.", Kind.COUNTER, lambda of: of.fills),
     Metric("kvserver_fills_not_begun", "Lookups for which nothing was read from L2, since that was expected to take longer than to compute the tokens.", Kind.COUNTER, lambda of: of.fills_not_begun),
     Metric("kvserver_fills_slower", "Fills that took longer than was expected when they began.", Kind.COUNTER, lambda of: of.fills_slower),
@@ -52,7 +56,7 @@ _REQUESTS: tuple[Metric[RequestsStatus], ...] = (
     Metric("kvserver_load_duration_seconds", "Time of completed loads at the daemon, by rank: waiting (queue), and copying by the device (copy).", Kind.HISTOGRAM, lambda of: of.load_duration, ("phase",), COPY_BUCKETS),
 )  # fmt: skip
 _IDENTITY: tuple[Metric[InstanceStatus], ...] = (
-    Metric("kvserver_instance_info", "Always 1 for a registered engine instance; the labels describe it, for joins.", Kind.GAUGE, lambda of: {_facts(of): 1}, ("world_size", "l0_source", "block_tokens", "chunk_tokens", "device", "engine", "engine_version")),
+    Metric("kvserver_instance_info", "Always 1 for a registered engine instance; the labels describe it, for joins.", Kind.GAUGE, lambda of: {_facts(of): 1}, ("world_size", "l0_source", "block_tokens", "chunk_tokens", "device", "engine", "engine_version", "kv_role")),
     Metric("kvserver_instance_world_size", "Ranks of a registered engine instance: GPU-seconds are its seconds times this.", Kind.GAUGE, lambda of: of.world_size),
     Metric("kvserver_instance_private", "1 for a registered engine instance that shares KV with no other, with the reason.", Kind.GAUGE, lambda of: {of.private[:_MOST_REASON]: 1} if of.private else None, ("reason",)),
     Metric("kvserver_engine_prefill_tokens_per_second", "Speed at which the engine computes prompt tokens, as it reported last.", Kind.GAUGE, lambda of: of.prefill_tokens_per_second or None),
@@ -91,4 +95,5 @@ def _facts(row: InstanceStatus) -> tuple[str, ...]:
         device,
         row.engine,
         row.engine_version,
+        row.kv_role,
     )

@@ -83,6 +83,7 @@ class Answer:
     finish_reason: str | None = None
     local: int = 0  # prompt tokens that vLLM had itself
     external: int = 0  # prompt tokens promised by the connector
+    params: dict[str, Any] | None = None  # its kv_transfer_params
 
     @property
     def right(self) -> bool:
@@ -369,6 +370,7 @@ class Engine:
             for output in core.outputs:
                 answer = self.answers[output.request_id]
                 answer.tokens += output.new_token_ids
+                answer.params = output.kv_transfer_params or answer.params
                 if output.finish_reason is not None:
                     answer.finish_reason = str(output.finish_reason)
                 if output.prefill_stats is not None:

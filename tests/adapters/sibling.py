@@ -22,6 +22,7 @@ class Loads(KVConnectorMetadata):
 class Sibling(KVConnectorBase_V1, SupportsHMA):
     tokens: ClassVar[int] = 0
     fails: ClassVar[bool] = True
+    params: ClassVar[dict[str, Any] | None] = None  # that it answers requests with
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -41,8 +42,8 @@ class Sibling(KVConnectorBase_V1, SupportsHMA):
         loads, self._loads = Loads(self._loads), set()
         return loads
 
-    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
-        return False, None
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        return False, Sibling.params
 
     # ---- worker
 

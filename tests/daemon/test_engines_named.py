@@ -36,10 +36,11 @@ def test_an_engine_is_named_with_its_version_in_status_metrics_and_commands(
     make_daemon: MakeDaemon, make_worker: MakeWorker
 ) -> None:
     daemon = make_daemon()
-    worker = registered(daemon, make_worker, "one", **SGLANG)
+    worker = registered(daemon, make_worker, "one", **SGLANG, kv_role="kv_consumer")
+    assert instances(daemon)["one"]["kv_role"] == "kv_consumer"
     worker.lookup(make_keys(2), "asked")
     assert {name: instances(daemon)["one"][name] for name in SGLANG} == SGLANG
-    assert daemon.metric("kvserver_instance_info", instance_id="one", **SGLANG) == 1
+    assert daemon.metric("kvserver_instance_info", instance_id="one", kv_role="kv_consumer", **SGLANG) == 1
     for words in (("status",), ("top", "--once"), ("explain", "asked")):
         wait_until(lambda words=words: "sglang 0.5.23" in shown(daemon, *words))
 

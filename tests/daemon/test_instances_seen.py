@@ -78,6 +78,7 @@ def test_an_instance_is_described_and_reports_its_prefill_speed(daemon: Daemon) 
                 "chunk_tokens": "64",
                 "engine": "",
                 "engine_version": "",
+                "kv_role": "",
             },
         )
         assert daemon.metric("kvserver_engine_prefill_tokens_per_second") is None

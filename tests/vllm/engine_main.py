@@ -270,6 +270,7 @@ def describe(output: Any) -> dict[str, Any]:
         "logprobs": [numbers(step) for step in sample.logprobs],
         "cached_tokens": output.num_cached_tokens,
         "finish_reason": sample.finish_reason,
+        "kv_transfer_params": output.kv_transfer_params,
         "others": [list(other.token_ids) for other in output.outputs[1:]],
         "prompt_logprobs": [numbers(step) for step in output.prompt_logprobs or () if step is not None],
     }

@@ -5,11 +5,13 @@ A proxy sends each prompt to the first with `max_tokens=1`, and then to the seco
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from engines import TIMEOUTS, Engine, Engines, Prompt
-from support.daemon import Daemon
+from support.daemon import Daemon, wait_until
 
 Start = Callable[..., Daemon]
 Make = Callable[..., Prompt]
@@ -33,7 +35,17 @@ def decode(engines: Engines, roles: tuple[str, str]) -> Engine:
 
 
 def engine_of(engines: Engines, name: str, role: str) -> Engine:
-    return engines.get(f"{name} {role}", dtype="float32", extra=TIMEOUTS, transfer={"kv_role": role})
+    extra = TIMEOUTS | {"kvserver.fill_timeout_ms": 10_000}
+    return engines.get(f"{name} {role}", dtype="float32", extra=extra, transfer={"kv_role": role})
+
+
+def handed_over(prompts: list[Prompt], answers: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    """Requests for the decode engine, as a proxy makes them of the prefill engine's answers."""
+    given = [{"kv_transfer_params": answer["kv_transfer_params"]} for answer in answers]
+    return [
+        {"prompt": text, "sampling": {"max_tokens": count, "extra_args": extra}}
+        for text, extra in zip(prompts, given, strict=True)
+    ]
 
 
 def test_five_turns_are_prefilled_by_one_engine_and_decoded_by_another(
@@ -61,6 +73,33 @@ def test_five_turns_are_prefilled_by_one_engine_and_decoded_by_another(
         computed = alone.generate([text])[0]
         assert (computed["cached_tokens"], computed["tokens"]) == (0, tokens), "a producer loads nothing"
         alone.forget()
+
+
+def test_prompts_are_decoded_although_their_last_stores_arrive_after_the_lookups(
+    prefill: Engine, decode: Engine, start_daemon: Start, prompt: Make
+) -> None:
+    """The prefill engine sends the last stores of a batch with its next step, which it makes when the decode engine waits for them."""
+    daemon = start_daemon(tails="on")
+
+    def requests() -> dict[str, int]:
+        rows = {row["instance_id"]: row["requests"] for row in daemon.status()["instances"]}
+        found: dict[str, int] = max(rows.values(), key=lambda counts: counts["handed_over_tokens"])
+        return found
+
+    lengths = random.Random(7)
+    for batch in range(6):
+        prompts = [prompt(1000 + 5 * batch + n, lengths.randrange(300, 1744)) for n in range(5)]
+        prefilled = prefill.ask("serve", requests=[{"prompt": text, "sampling": {"max_tokens": 1}} for text in prompts])
+        waits = requests()["store_waits"]
+        decode.send("serve", requests=handed_over(prompts, prefilled["outputs"], 2))
+        wait_until(lambda before=waits: requests()["store_waits"] > before, 60, "a lookup waits for a store")
+        prefill.wait_for_stores()
+        answers = decode.receive()["outputs"]
+        for text, first, answer in zip(prompts, prefilled["outputs"], answers, strict=True):
+            assert answer["cached_tokens"] >= len(text) - BLOCK - 1
+            assert answer["tokens"][0] == first["tokens"][0]
+        decode.wait_for_stores()
+    assert (requests()["late_handovers"], requests()["lost_handovers"]) == (0, 0)
 
 
 def test_a_producer_asks_for_nothing_and_a_consumer_stores_what_it_generates(

@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 
 from kvserver.cache import POLICIES, Cache, PagePool, Protection
+from kvserver.engines import Instances
 from kvserver.server.pins import Pins
 from kvserver.server.store_waits import StoreWaits
 from kvserver.server.upkeep import Upkeep
@@ -48,7 +49,7 @@ def upkeep(tier: SimpleNamespace) -> Upkeep:
     stores = SimpleNamespace(step=list, waiting=0)
     return Upkeep(
         cache=cache, devices=none, tickets=none, stores=cast(Any, stores), loads=none, workers=none,
-        resync=cast(Any, SimpleNamespace(step=step)), storage=cast(Any, storage), prefetches=none, store_waits=StoreWaits(cache),
+        resync=cast(Any, SimpleNamespace(step=step)), storage=cast(Any, storage), prefetches=none, store_waits=StoreWaits(cache, Instances()),
         kept_l1=cast(Any, kept_l1),
         bus=none, clock=time.monotonic,
     )  # fmt: skip

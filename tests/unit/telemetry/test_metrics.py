@@ -251,7 +251,7 @@ def test_an_instance_has_labels_for_joins() -> None:
     gpu = [WorkerStatus(device="GPU-1"), WorkerStatus(device="GPU-2")]
     found = families(status(instance("a"), instance("b", workers=gpu, prefill_tokens_per_second=2e4)), Rpc())
     info = {"model_name": "m", "world_size": "2", "l0_source": "exact", "block_tokens": "16", "chunk_tokens": "256"}
-    info |= {"engine": "", "engine_version": ""}
+    info |= {"engine": "", "engine_version": "", "kv_role": ""}
     assert value(found["kvserver_instance_info"], instance_id="a", device="cpu", **info) == 1
     assert value(found["kvserver_instance_info"], instance_id="b", device="gpu", **info) == 1
     assert value(found["kvserver_instance_world_size"], instance_id="b", model_name="m") == 2
