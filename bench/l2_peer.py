@@ -38,7 +38,9 @@ TOKENS, CHUNK_TOKENS = 2048, 256
 BLOCKS, CHUNKS = TOKENS // BLOCK_TOKENS, TOKENS // CHUNK_TOKENS
 PAYLOAD = BLOCKS * 2 * LAYERS * RUN  # 256 MiB, in objects of 32
 L1_GIB = 3  # a fill may use 1/8
-TIER_GIB = 1  # the tier writes to pages that were written before, as the threads do: new ones cost a disk half as much again
+TIER_GIB = (
+    1  # the tier writes to pages that were written before, as the threads do: new ones cost a disk half as much again
+)
 HEADER = [
     "",
     "LMCache's adapter",
@@ -81,7 +83,9 @@ class OurTier:
     """Prompts through a daemon. What another engine stores, which stays in L1, takes their place there."""
 
     def __init__(self, folder: Path) -> None:
-        self._daemon = BenchDaemon(l1_size=f"{L1_GIB}GiB", chunk_tokens=CHUNK_TOKENS, l2=f"file://{folder}?size={TIER_GIB}GiB")
+        self._daemon = BenchDaemon(
+            l1_size=f"{L1_GIB}GiB", chunk_tokens=CHUNK_TOKENS, l2=f"file://{folder}?size={TIER_GIB}GiB"
+        )
         wait_until(lambda: self._tier()["state"] == "ready")
         self._engine, self._other = (
             BenchWorker(

@@ -117,6 +117,8 @@ class StoreWaits:
             return wait
         chunk_tokens = by.any_worker().spec.chunk_tokens
         of_chunks, of_blocks = _promised(lookup, chunk_tokens)
+        if lookup.handed_over.instance_id not in self.instances.by_id:
+            of_blocks = 0  # of another machine, whose tails stay there
         wait.promised = of_chunks // chunk_tokens + of_blocks * lookup.chunk_blocks // chunk_tokens
         if sum(other.promised_until_ns > 0 for other in self._waits.values()) < MOST_PROMISED:
             wait.promised_until_ns = (int(self.clock() * 1e9) + due_ns) // 2

@@ -34,7 +34,10 @@ from kvserver.tiering.tiers import ConfiguredTier, Tiers
 
 MOST_QUEUED = 1 << 16  # objects of each tier
 _MOST_PUTS = 16  # under way at a time, and
-_LEAST_PUT_BYTES, _MOST_PUT_BYTES = 64 << 20, 256 << 20  # of L1 that they pin: a sixteenth of it, but for a single larger object
+_LEAST_PUT_BYTES, _MOST_PUT_BYTES = (
+    64 << 20,
+    256 << 20,
+)  # of L1 that they pin: a sixteenth of it, but for a single larger object
 _REASONS = dict.fromkeys(  # why an object was not written
     ("queue_full", "not_writable", "left_l1", "parent", "full", "timeout", "unavailable", "cancelled"), 0
 )

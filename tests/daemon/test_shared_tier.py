@@ -17,7 +17,7 @@ from support.shared_tiers import SharedStore
 from support.valkey import ValkeyStore
 from support.worker import Worker, make_keys
 
-from kvserver.protocol import AwaitFill, Clear, Cleared, HandOver, LookupReply
+from kvserver.protocol import AwaitFill, Clear, Cleared, HandOver, LookupReply, ObjectGroup
 
 
 @pytest.fixture(scope="module", params=[ValkeyStore, MooncakeStore])
@@ -86,6 +86,17 @@ def test_what_an_engine_of_another_daemon_has_promised_is_awaited(daemons: list[
         worker.memory.fill()
         worker.load(keys, blocks)
         assert worker.memory.blocks(blocks) == content
+
+
+def test_blocks_of_a_tail_that_another_daemon_keeps_are_no_lost_hand_over(daemons: list[Daemon]) -> None:
+    keys, options = make_keys(3), {"groups": (ObjectGroup("full", (0,), 16),), "tails": True}
+    store_in(daemons[0], keys, **options)
+    with Worker(daemons[1].endpoint, **options) as worker:
+        promise = HandOver("a prefill engine", 3 * worker.hello.chunk_tokens + 16)
+        lookup = worker.lookup_message(keys, handed_over=promise, tail_keys=b"".join(make_keys(1, "tail")))
+        assert worker.ask(AwaitFill(lookup, 5_000), LookupReply).hit_chunks == 3
+        (row,) = daemons[1].status()["instances"]
+        assert row["requests"]["lost_handovers"] == 0
 
 
 @pytest.mark.parametrize(
