@@ -193,7 +193,7 @@ class UnregisterWorker(Message):
 
 
 class HandOver(msgspec.Struct, frozen=True, array_like=True):
-    """Promise of an engine that computed the prompt to the one that looks it up: its stores may not have arrived yet."""
+    """Promise of the engine that computed a prompt to the one that looks it up: the stores may not have arrived yet."""
 
     instance_id: Label  # of the engine that stores it
     tokens: Tokens  # from the prompt's first one on

@@ -13,6 +13,8 @@ from modelless import Answer, Engine
 from sibling import Sibling, beside_sibling
 from support.daemon import Daemon, wait_until
 
+from kvserver.adapters.vllm.shortage import PATIENCE, STORING_SECONDS
+
 CHUNK = 64
 TOKENS = prompt(1, 3 * CHUNK + 2 * BLOCK + 4)
 PREFILLED = 3 * CHUNK + 2 * BLOCK
@@ -150,3 +152,28 @@ def test_explanation_names_what_was_handed_over(make_daemon: MakeDaemon, make_en
     (request,) = json.loads(daemon.http("/explain?request_id=decode")[1])["requests"]
     assert request["handed_over"] == 2 * CHUNK
     assert any("handed this prompt over" in line for line in request["advice"])
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["store ends", "store hangs"])
+def test_engine_that_only_stores_lets_its_requests_wait_for_stores_but_not_for_long(
+    make_daemon: MakeDaemon, make_engine: MakeEngine, ends: bool
+) -> None:
+    """Other engines cancel such stores after a few passes. What a prefill engine stores is what the decode engine waits for."""
+    daemon = make_daemon(pauses=True)
+    engine = make_engine(daemon, num_blocks=23, **with_role("kv_producer"))
+    now = [0.0]
+    engine.connector.scheduler._shortage._clock = lambda: now[0]
+    with daemon.paused_copies():
+        first = engine.add("first", prompt(1, 4 * CHUNK), count=1)
+        engine.run(until=lambda: bool(first.finish_reason and engine.stores))
+        other = engine.add("other", prompt(2, 4 * CHUNK + 50), count=3)
+        passes = len(engine.plans)
+        engine.run(until=lambda: len(engine.plans) > passes + 4 * PATIENCE)
+        assert other.tokens == []
+        assert not any(plan.abort_stores for plan in engine.plans)
+        if not ends:
+            now[0] = STORING_SECONDS
+            engine.run(until=lambda: any(plan.abort_stores for plan in engine.plans))
+    engine.run()
+    assert other.right
+    assert make_engine(daemon).generate("warm", [*prompt(1, 4 * CHUNK), 3]).external == (4 * CHUNK if ends else 0)

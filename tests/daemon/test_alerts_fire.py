@@ -21,7 +21,7 @@ from support.pins import KEYS, describe, pin, press
 from support.promtool import firing
 from support.worker import Worker, ids, make_keys
 
-from kvserver.protocol import MARK, ExactRecords
+from kvserver.protocol import MARK, ExactRecords, HandOver
 from kvserver.protocol.client import RequestFailed
 
 pytestmark = pytest.mark.long
@@ -222,6 +222,14 @@ def test_an_l1_that_is_leased_whole_has_no_space(make_daemon: Callable[..., Daem
         before = metrics(daemon)
         store(worker, 1)
         firing(tmp_path, {"KVServerStoresStarved"}, before, metrics(daemon))
+
+
+def test_hand_overs_by_an_engine_that_is_not_here_are_lost(make_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
+    daemon = make_daemon()
+    with Worker(daemon.endpoint) as worker:
+        before = metrics(daemon)
+        worker.lookup(make_keys(1), handed_over=HandOver("elsewhere", 64))
+        firing(tmp_path, {"KVServerLostHandovers"}, before, metrics(daemon))
 
 
 def test_a_collector_that_is_not_there_takes_no_exports(make_daemon: Callable[..., Daemon], tmp_path: Path) -> None:

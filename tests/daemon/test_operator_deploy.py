@@ -228,6 +228,25 @@ def test_sglang_of_compose_shares_the_folder_the_user_and_the_models(compose):
     assert all(port.startswith("127.0.0.1:") for port in sglang["ports"])
 
 
+def test_engines_of_prefill_and_decode_share_a_daemon_and_their_router_names_each(compose):
+    added = yaml.safe_load((DEPLOY / "compose.prefill-decode.yaml").read_text())["services"]
+    router, vllm = added.pop("router"), compose["services"]["vllm"]
+    roles = {}
+    for name, service in added.items():
+        assert {key: service[key] for key in service.keys() - {"command"}} == {
+            key: vllm[key] for key in service.keys() - {"command"}
+        }, "as compose.yaml has it"
+        transfer = json.loads(service["command"][service["command"].index("--kv-transfer-config") + 1])
+        endpoint = transfer["kv_connector_extra_config"]["kvserver.endpoint"]
+        assert endpoint == environment(stages(DEPLOY / "Dockerfile")[-1])["KVSERVER_ENDPOINT"]
+        roles[name] = transfer["kv_role"]
+        assert f"http://{name}:8000" in router["command"][-1]
+    assert roles == {"vllm": "kv_producer", "decode-1": "kv_consumer", "decode-2": "kv_consumer"}
+    (pinned,) = re.findall(r"vllm-router==[0-9.]+", router["command"][-1])
+    assert pinned in (ROOT / "Makefile").read_text()
+    assert all(port.startswith("127.0.0.1:") for port in router["ports"])
+
+
 def test_every_example_names_its_engine_and_all_of_them_differently(compose):
     """Without a name of its own, legends are made up anew at every start; with one name two engines cannot both have a cache."""
     names = []

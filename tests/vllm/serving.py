@@ -39,6 +39,7 @@ class Server:
         log: Path,
         engine_id: str,
         extra: dict[str, Any] | None = None,
+        role: str = "kv_both",
         **options: object,
     ) -> None:
         self.engine_id = engine_id
@@ -48,7 +49,7 @@ class Server:
         transfer = {
             "kv_connector": "KVServerConnector",
             "kv_connector_module_path": "kvserver.adapters.vllm",
-            "kv_role": "kv_both",
+            "kv_role": role,
             "engine_id": engine_id,
             "kv_connector_extra_config": {"kvserver.endpoint": endpoint, **FORGETS, **TIMEOUTS, **(extra or {})},
         }
@@ -62,7 +63,8 @@ class Server:
             "max_model_len": 2048,
             "kv_transfer_config": json.dumps(transfer),
         } | options
-        flags = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+        values = {name: [] if value is True else [str(value)] for name, value in options.items()}
+        flags = [text for name, value in values.items() for text in (f"--{name.replace('_', '-')}", *value)]
         self._log_file = log.open("w")
         self.process = subprocess.Popen(
             [
@@ -130,6 +132,10 @@ class Server:
 
     def tail(self) -> str:
         return "\n".join(self.log.read_text().splitlines()[-40:])
+
+    def kill(self) -> None:
+        """Kill -9 the server and its engine."""
+        os.killpg(self.process.pid, signal.SIGKILL)
 
     def close(self) -> None:
         if self._log_file.closed:
