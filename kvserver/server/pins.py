@@ -14,14 +14,25 @@ from dataclasses import dataclass
 
 from msgspec import Struct
 
-from kvserver.cache import MOST_NAMES, MOST_PROTECTIONS, Protection, ProtectionEnd, epoch_of, split_keys, tails_of
-from kvserver.protocol import KEY_BYTES, Lookup
+from kvserver.cache import (
+    MOST_NAMES,
+    MOST_OF_REQUESTS,
+    MOST_PROTECTIONS,
+    Protection,
+    ProtectionEnd,
+    SessionKey,
+    epoch_of,
+    split_keys,
+    tails_of,
+)
+from kvserver.protocol import KEY_BYTES, Lookup, salt_digest
 from kvserver.server.upkeep import Upkeep
 
 log = logging.getLogger(__name__)
 
 MOST_CHUNKS = 1 << 14  # of one pin: one turn of the loop looks at each
 _MOST_REPORTED = 256
+_RESERVED_NAMES = MOST_NAMES // 4  # for operators
 _MOST_WAIT_SECONDS = 600.0  # of a request's pin, for the first chunk that it stores
 
 
@@ -38,6 +49,7 @@ class PinRequest:
     owner: str = "operator"
     id: str = ""  # "": one that nothing else has
     tail: bytes | None = None  # keys of the blocks behind the last chunk, of a request, which stores all that L1 lacks
+    session: SessionKey | None = None  # as of a Protection
 
     def chunk_keys(self, first: int, last: int) -> bytes:
         """The keys of chunks [first, last): the hash of the last block of each."""
@@ -54,6 +66,17 @@ class PinRequest:
     @property
     def chunks(self) -> int:
         return len(self.hashes) // KEY_BYTES // self.chunk_blocks
+
+
+@dataclass(frozen=True)
+class SessionPinRequest:
+    """Request to pin what only this session used. `model_name`: "" for any, `instance_ids`: one of them has it, or any if empty."""
+
+    session_id: str
+    cache_salt: str
+    model_name: str
+    instance_ids: tuple[str, ...]
+    ttl_seconds: float
 
 
 class PinReport(Struct, frozen=True, kw_only=True):
@@ -90,8 +113,8 @@ class Pins:
 
     # ---- a new pin ------------------------------------------------------------------------------
 
-    def begin(self, request: PinRequest) -> PinReport:
-        return self._counted(self._pin(request))
+    def begin(self, request: PinRequest | SessionPinRequest) -> PinReport:
+        return self._counted(self._pin(request) if isinstance(request, PinRequest) else self._pin_session(request))
 
     def pin_request(self, namespace: bytes, model_name: str, lookup: Lookup) -> None:
         """Pin a request's prompt. What L1 lacks of it is protected once the request has stored it."""
@@ -99,11 +122,12 @@ class Pins:
         if (live := self._of(lookup.instance_id, lookup.request_id)) is not None:
             self._upkeep.cache.protections.end(live, ProtectionEnd.REPLACED)
         id = _id_of(lookup.instance_id, lookup.request_id)
+        session = SessionKey(epoch_of(namespace), lookup.session_salt or b"", lookup.session_id or "")
         self.begin(
             PinRequest(
-                namespace, model_name, lookup.keys, 1, (), lookup.pin_seconds or 0.0, owner, id, lookup.tail_keys
+                namespace, model_name, lookup.keys, 1, (), lookup.pin_seconds or 0.0, owner, id, lookup.tail_keys, session if session.id else None,
             )
-        )
+        )  # fmt: skip
 
     def request_ended(self, instance_id: str, request_id: str) -> None:
         """Wait no longer for what the request stores than its pin lasts."""
@@ -123,14 +147,11 @@ class Pins:
         return report
 
     def _pin(self, request: PinRequest) -> PinReport:
-        cache, pool = self._upkeep.cache, self._upkeep.cache.pool
-        if not cache.protections.fraction:
-            return rejected("off", "--pin-share is 0")
-        if len(cache.protections) >= MOST_PROTECTIONS:
-            return rejected("too_many", f"there are {MOST_PROTECTIONS} pins; delete one")
-        if request.chunks > MOST_CHUNKS:
-            return rejected("too_large", f"the prompt has {request.chunks} chunks, and a pin at most {MOST_CHUNKS}")
+        cache = self._upkeep.cache
         stores = request.tail is not None
+        reserved = _RESERVED_NAMES if stores else 0
+        if (refusal := self._refusal(request.chunks, MOST_OF_REQUESTS if stores else MOST_PROTECTIONS)) is not None:
+            return refusal
         if stores:
             namespace, known = request.namespace, request.chunks
             leading = cache.leading(namespace, request.hashes)
@@ -140,21 +161,19 @@ class Pins:
         if not known and not stores and not cache.leading(tails_of(namespace), tail):
             text = "not_cached: neither L1 nor a tier of files has its beginning; a prompt of a LoRA must be in L1"
             return PinReport(outcome="missing", reason=text)
-        if known + max(request.chunk_blocks, len(tail) // KEY_BYTES) > cache.protections.room_for_names:
-            return rejected("too_many", f"pins may name {MOST_NAMES} chunks together; delete some")
+        if known + max(request.chunk_blocks, len(tail) // KEY_BYTES) > cache.protections.room_for_names - reserved:
+            return rejected("too_many", f"pins may name {MOST_NAMES - reserved} chunks together; delete some")
         waits = stores and (leading < known or len(tail) > 0)
         seconds = max(request.ttl_seconds, _MOST_WAIT_SECONDS) if waits else request.ttl_seconds
         protection = Protection(
             request.id or secrets.token_hex(8), request.owner, namespace, cache.index.model(request.model_name),
             self._upkeep.clock() + seconds, time.time() + seconds, seconds=request.ttl_seconds if stores else 0.0,
+            session=request.session,
         )  # fmt: skip
         keys = request.chunk_keys(0, request.chunks)
         boundary = cache.protect(protection, keys, request.tail_keys, request.chunk_keys(leading, known))
         if cache.protections.get(protection.id) is None:
-            bound = cache.protections.bound_of(protection.model) * pool.page_bytes
-            return rejected(
-                "no_room", f"pins may use {bound} bytes of L1 for this model, and not even its first chunk fits"
-            )
+            return self._no_room(protection)
         if boundary == leading and stores and not protection.note:
             id = tails_of(namespace)
             blocks = split_keys(tail[cache.leading(id, tail) * KEY_BYTES :])
@@ -163,8 +182,63 @@ class Pins:
             protection.note = f"no_room: {leading - boundary} chunks of L1 do not fit into --pin-share"
         elif known < request.chunks and not protection.note:
             protection.note = f"not_cached: {request.chunks - known} chunks at its end are not there"
+        return self._begun(protection, logging.DEBUG if stores else logging.INFO)
+
+    def _pin_session(self, request: SessionPinRequest) -> PinReport:
+        """Pin what the session owns in L1 now. Of a model and its LoRAs the session is one."""
+        cache, salt = self._upkeep.cache, salt_digest(request.cache_salt)
+        keys = [SessionKey(id, salt, request.session_id) for id in self._namespaces(request)]
+        sessions = [one for one in map(cache.sessions.session, keys) if one is not None and one.chunks]
+        chunks = sum([one.chunks for one in sessions])
+        if (refusal := self._refusal(chunks, MOST_PROTECTIONS)) is not None:
+            return refusal
+        if len({epoch_of(one.key.namespace) for one in sessions}) > 1:
+            return rejected("several_namespaces", "engines that share no KV know it: name a model or instance_ids")
+        if chunks > cache.protections.room_for_names:
+            return rejected("too_many", f"pins may name {MOST_NAMES} chunks together; delete some")
+        missing = PinReport(
+            outcome="missing", reason="not_cached: L1 has nothing that only a session of this name used"
+        )
+        if not sessions:
+            return missing
+        namespace = cache.index.find_namespace(sessions[0].key.namespace)
+        assert namespace is not None, "its id is of the index"
+        protection = Protection(
+            secrets.token_hex(8), "operator", namespace.id, namespace.model, self._upkeep.clock() + request.ttl_seconds,
+            time.time() + request.ttl_seconds, session=of_all_loras(sessions[0].key),
+        )  # fmt: skip
+        if left := sum([cache.protect_session(protection, one) for one in sessions]):
+            protection.note = f"no_room: {left} chunks of the session do not fit into --pin-share"
+        if not protection.protected:
+            return self._no_room(protection) if left else missing
+        cache.protections.add(protection, ())
+        return self._begun(protection)
+
+    def _namespaces(self, request: SessionPinRequest) -> list[bytes]:
+        """Ids of the model's, and the instances', that are meant."""
+        index, instances = self._upkeep.cache.index, self._upkeep.workers.instances.by_id
+        ids = index.ids_of_model(request.model_name) if request.model_name else index.namespace_ids()
+        bases = tuple([instances[id].namespace or b"-" for id in request.instance_ids if id in instances])
+        return [id for id in ids if not request.instance_ids or id.startswith(bases)]
+
+    def _refusal(self, chunks: int, most_pins: int) -> PinReport | None:
+        protections = self._upkeep.cache.protections
+        if not protections.fraction:
+            return rejected("off", "--pin-share is 0")
+        if len(protections) >= most_pins:
+            return rejected("too_many", f"there are {most_pins} pins; delete one")
+        if chunks > MOST_CHUNKS:
+            return rejected("too_large", f"it has {chunks} chunks, and a pin at most {MOST_CHUNKS}")
+        return None
+
+    def _no_room(self, protection: Protection) -> PinReport:
+        bound = self._upkeep.cache.protections.bound_of(protection.model) * self._upkeep.cache.pool.page_bytes
+        return rejected(
+            "no_room", f"pins may use {bound} bytes of L1 for this model, and not even the first chunk fits"
+        )
+
+    def _begun(self, protection: Protection, level: int = logging.INFO) -> PinReport:
         report = self._report(protection)
-        level = logging.DEBUG if stores else logging.INFO
         log.log(level, "pin %s: %d tokens, %s %s", protection.id, report.tokens, report.outcome, report.reason)
         return report
 
@@ -234,6 +308,11 @@ def _waits(protection: Protection, left: int) -> str:
     if protection.kept:
         return f"kept: L1 lacks {left} chunks after a restart; each is protected once L1 has it again"
     return f"in_l2: {left} chunks are in L2 alone; each is protected once a request reads it"
+
+
+def of_all_loras(session: SessionKey) -> SessionKey:
+    """The name under which pins know it."""
+    return session._replace(namespace=epoch_of(session.namespace))
 
 
 def _id_of(instance_id: str, request_id: str) -> str:

@@ -26,7 +26,7 @@ MUTANTS = (
     Mutant("a store revives a deleted session", "unit/cache/test_sessions.py",
            "kvserver/cache/sessions.py", "Sessions.of_store", " or self._deleted.get(key)", ""),
     Mutant("what another session uses leaves with a deleted one", "unit/cache/test_sessions.py",
-           "kvserver/cache/sessions.py", "Sessions.use", "if owner is not session and owner is not None:", "if False:"),
+           "kvserver/cache/sessions.py", "Sessions.use", "if not lost:", "if True:"),
     Mutant("what another daemon cleared in L2 is adopted after a restart", "unit/restart/test_missed_clears.py",
            "kvserver/restart/missed_clears.py", "MissedClears._why_lost", "elif now != before:", "elif False:"),
     Mutant("a clear in a tier that was left out of one run is not noticed", "daemon/test_l1_clears.py",
