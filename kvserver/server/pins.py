@@ -27,12 +27,14 @@ from kvserver.cache import (
 )
 from kvserver.protocol import KEY_BYTES, Lookup, salt_digest
 from kvserver.server.upkeep import Upkeep
+from kvserver.tiering import MOST_PREFETCHES
 
 log = logging.getLogger(__name__)
 
 MOST_CHUNKS = 1 << 14  # of one pin: one turn of the loop looks at each
 _MOST_REPORTED = 256
 _RESERVED_NAMES = MOST_NAMES // 4  # for operators
+_MOST_READ_SECONDS = 600.0  # of an operator's pin, for what only L2 has
 _MOST_WAIT_SECONDS = 600.0  # of a request's pin, for the first chunk that it stores
 
 
@@ -91,7 +93,7 @@ class PinReport(Struct, frozen=True, kw_only=True):
     bytes: int = 0
     tiers: list[str] = []
     expires_at: float | None = None  # seconds since 1970
-    ready_in_seconds: float | None = None  # None: not before a request reads the rest from L2
+    ready_in_seconds: float | None = None  # None: not known, or not before a request reads the rest from L2
     reason: str = ""
     owner: str = ""
     model_name: str = ""
@@ -182,7 +184,17 @@ class Pins:
             protection.note = f"no_room: {leading - boundary} chunks of L1 do not fit into --pin-share"
         elif known < request.chunks and not protection.note:
             protection.note = f"not_cached: {request.chunks - known} chunks at its end are not there"
+        if protection.wanted and not stores:
+            self._read(protection, request.chunk_keys(0, known), min(request.ttl_seconds, _MOST_READ_SECONDS))
         return self._begun(protection, logging.DEBUG if stores else logging.INFO)
+
+    def _read(self, protection: Protection, keys: bytes, seconds: float) -> None:
+        """Begin to read what only L2 has, by a prefetch with the pin's id. Without room for one requests read it, or none does."""
+        prefetches = self._upkeep.prefetches
+        instance = prefetches.reader(protection.namespace)
+        if instance is not None and instance.description is not None and len(prefetches.live) < MOST_PREFETCHES:
+            of_variant = instance.description.durability
+            prefetches.begin(instance, protection.namespace, keys, of_variant, seconds, protection.id)
 
     def _pin_session(self, request: SessionPinRequest) -> PinReport:
         """Pin what the session owns in L1 now. Of a model and its LoRAs the session is one."""
@@ -288,6 +300,9 @@ class Pins:
 
     def _report(self, protection: Protection) -> PinReport:
         index, page_bytes, left = self._upkeep.cache.index, self._upkeep.cache.pool.page_bytes, len(protection.wanted)
+        reading = self._upkeep.prefetches.live.get(protection.id) if left else None
+        reads = reading is not None and reading.reads
+        ready_in = reading.ready_in(self._upkeep.clock()) if reading is not None and reads else None if left else 0.0
         return PinReport(
             id=protection.id,
             outcome="deferred" if left else "clipped" if protection.note else "accepted",
@@ -295,14 +310,16 @@ class Pins:
             bytes=protection.pages * page_bytes,
             tiers=["l1"] * bool(protection.protected) + ["l2"] * bool(left and not protection.seconds),
             expires_at=round(protection.expires_at, 3),
-            ready_in_seconds=None if left else 0.0,
-            reason=_waits(protection, left) if left else protection.note,
+            ready_in_seconds=ready_in,
+            reason=_waits(protection, left, reads) if left else protection.note,
             owner=protection.owner,
             model_name=next((name for name, model in index.models.items() if model is protection.model), ""),
         )
 
 
-def _waits(protection: Protection, left: int) -> str:
+def _waits(protection: Protection, left: int, reads: bool) -> str:
+    if reads:
+        return f"reading: {left} chunks are read from L2; each is protected once L1 has it"
     if protection.seconds:
         return f"not_stored: {left} chunks or blocks are protected once the request has stored them"
     if protection.kept:
