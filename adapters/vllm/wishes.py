@@ -79,7 +79,7 @@ class TrustedPins:
 
 
 def not_pinned(asked: Wishes, allowed: Wishes) -> str:
-    """What the answer states of a pin until a lookup asks the daemon for it; "" if none is wished."""
+    """The answer's word for a pin that no lookup has requested yet; "" if none is wished."""
     if not asked.pin_seconds:
         return ""
     return "refused: no_lookup" if allowed.pin_seconds else "refused: not_trusted"

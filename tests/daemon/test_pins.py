@@ -1,4 +1,4 @@
-"""Pins of a real daemon: what they protect under pressure, which outcomes and refusals there are, and what ends them."""
+"""Pins of a real daemon: what they protect under pressure, and what ends them. Most refusals are in `test_promise_refusals.py`."""
 
 from __future__ import annotations
 
@@ -344,51 +344,6 @@ def test_a_pin_whose_chunks_left_the_tier_is_clipped_to_those_in_l1(
 # ---- refusals -------------------------------------------------------------------------------------------
 
 
-def test_without_a_share_there_are_no_pins(make_daemon: MakeDaemon, make_worker: MakeWorker) -> None:
-    daemon = make_daemon(l1_size="1MiB")
-    worker = make_worker(daemon)
-    describe(worker)
-    worker.store(KEYS, worker.blocks_for(len(KEYS)))
-    assert pin(daemon, "rejected")["reason"] == "off: --pin-share is 0"
-    assert pins(daemon) == []
-
-
-@pytest.mark.parametrize(
-    ("query", "code", "outcome", "reason"),
-    [
-        ({"model": "unknown"}, 409, "rejected", "no_engine"),
-        ({"instance_ids": ["unknown"]}, 409, "rejected", "no_engine"),
-        ({"tokens": [1] * 64}, 404, "missing", "not_cached"),
-        ({"tokens": [1] * 20 * 16}, 404, "missing", "not_cached"),
-        ({"tokens": []}, 404, "missing", "not_cached"),
-        ({"tokens": None}, 400, None, "bad_query"),
-        ({"block_hashes": []}, 400, None, "bad_query"),
-        ({"tokens": None, "block_hashes": ["zz"]}, 400, None, "bad_hashes"),
-        ({"tokens": None, "block_hashes": [7]}, 400, None, "short_hashes"),
-        ({"tokens": None, "block_hashes": ["00" * 8]}, 400, None, "short_hashes"),
-        ({"tokens": None, "block_hashes": ["00" * 32, "11" * 32, "00" * 32]}, 400, None, "bad_query"),
-        ({"tokens": [-1]}, 400, None, "bad_query"),
-        ({"lora_name": "x"}, 400, None, "bad_query"),
-        ({"ttl_seconds": 0}, 400, None, "bad_query"),
-        ({"ttl_seconds": -1}, 400, None, "bad_query"),
-        ({"ttl_seconds": 1e9}, 400, None, "bad_query"),
-        ({"ttl_seconds": "long"}, 400, None, "bad_query"),
-        ({"ttl_seconds": None}, 400, None, "bad_query"),
-        ({"content_type": "text/plain"}, 415, None, "media_type"),
-    ],
-)
-def test_a_refusal_is_typed_and_pins_nothing(
-    pressed: Daemon, engine: Worker, query: dict[str, Any], code: int, outcome: str | None, reason: str
-) -> None:
-    pin(pressed, "missing", tokens=[1] * 64)  # the engine is described
-    found_code, found = post(pressed, **{"tokens": TOKENS, "ttl_seconds": 600} | query)
-    assert (found_code, found.get("outcome")) == (code, outcome), found
-    assert (found["reason"].partition(":")[0] if outcome else found["error"]) == reason
-    if outcome == "rejected":
-        assert pressed.metric("kvserver_cache_pin_requests_total", outcome="rejected") >= 1
-    assert pins(pressed) == []
-
-
 def test_engines_that_share_no_kv_are_refused_until_one_is_named(pressed: Daemon, make_worker: MakeWorker) -> None:
     one, other = make_worker(pressed), make_worker(pressed, layout="HND")
     for worker in (one, other):
@@ -401,12 +356,6 @@ def test_engines_that_share_no_kv_are_refused_until_one_is_named(pressed: Daemon
     wait_until(several, what="both are described")
     assert all(each["outcome"] == "accepted" for each in pins(pressed)), "those of the time when one was described"
     pin(pressed, instance_ids=[other.instance_id])
-
-
-@pytest.mark.parametrize("path", ["", "a" * 65, "..%2f", "a?x=1"])
-def test_a_bad_id_is_refused_with_a_typed_error(pressed: Daemon, path: str) -> None:
-    code, text = pressed.http(f"/cache/pins/{path}", "DELETE")
-    assert (code, json.loads(text)["error"]) == (400, "bad_parameter")
 
 
 def test_the_pages_need_the_operators_token(make_daemon: MakeDaemon, tmp_path: Path) -> None:

@@ -138,16 +138,6 @@ def test_a_lookup_with_seconds_out_of_bounds_is_an_error_and_pins_nothing(
     assert pins(pressed) == []
 
 
-def test_without_a_share_a_request_is_served_and_its_pin_is_rejected(
-    make_daemon: MakeDaemon, make_worker: MakeWorker
-) -> None:
-    daemon = make_daemon(l1_size="1MiB")
-    worker = make_worker(daemon)
-    store(worker, KEYS)
-    assert worker.lookup(KEYS, "p", pin_seconds=HOUR) == len(KEYS)
-    assert (pins(daemon), rejected(daemon)) == ([], 1)
-
-
 def test_more_pins_than_the_bound_are_rejected_and_the_lookups_answered(pressed: Daemon, engine: Worker) -> None:
     store(engine, KEYS)
     for number in range(770):
