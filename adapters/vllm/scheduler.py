@@ -34,7 +34,7 @@ from kvserver.adapters.vllm.sleeps import Sleeps
 from kvserver.adapters.vllm.storing import Storing
 from kvserver.adapters.vllm.support import rehashes_sessions
 from kvserver.adapters.vllm.variants import Variants
-from kvserver.adapters.vllm.wishes import TrustedPins, hinted, wishes_of, wishes_of_turn
+from kvserver.adapters.vllm.wishes import TrustedPins, hinted, not_pinned, wishes_of, wishes_of_turn
 from kvserver.protocol import HelloReply
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class SchedulerHalf:
             wishes=wishes,
             waits_for_fills=wishes.waits_for_storage,
             turn=turn_of(request),
-            pin="" if not asked.pin_seconds else "refused: no_lookup" if wishes.pin_seconds else "refused: not_trusted",
+            pin=not_pinned(asked, wishes),
         )
         self._requests[request.request_id] = state
         self._loading.look_up(state)
@@ -158,8 +158,11 @@ class SchedulerHalf:
         """Before anything is named or planned by the request: a streaming session may have a new turn."""
         turn, request = turn_of(state.request), state.request
         if request.resumable and (turn[0] != state.turn[0] or turn[1] is not state.turn[1]):
-            wishes = wishes_of_turn(request.sampling_params, state.wishes, self.counters)
-            state.begin_turn(self._variants.of(request), self._pins.allowed(wishes))
+            asked = wishes_of_turn(request.sampling_params, state.wishes, self.counters)
+            wishes = self._pins.allowed(asked)
+            if asked is not state.wishes:
+                state.pin = not_pinned(asked, wishes)
+            state.begin_turn(self._variants.of(request), wishes)
 
     def hit_sources(self, request_id: str) -> tuple[int, int]:
         """Tokens from L1, and from L2, of the load that was just planned."""

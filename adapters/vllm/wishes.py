@@ -81,6 +81,13 @@ class TrustedPins:
         return replace(wishes, pin_seconds=0.0)
 
 
+def not_pinned(asked: Wishes, allowed: Wishes) -> str:
+    """The answer's word for a pin that no lookup has requested yet; "" if none is wished."""
+    if not asked.pin_seconds:
+        return ""
+    return "refused: no_lookup" if allowed.pin_seconds else "refused: not_trusted"
+
+
 def wishes_of_turn(parameters: Any, before: Wishes, counters: Counter[str]) -> Wishes:
     """Wishes of a streaming session's new turn, by its sampling parameters: vLLM keeps the first turn's `kv_transfer_params`.
 

@@ -20,6 +20,13 @@ from kvserver.cache.namespace import (
     with_variant,
 )
 from kvserver.cache.pages import PagePool, extents, page_bytes_for, page_count
-from kvserver.cache.protections import MOST_NAMES, MOST_PROTECTIONS, Name, Protection, ProtectionEnd
+from kvserver.cache.protections import (
+    MOST_NAMES,
+    MOST_OF_REQUESTS,
+    MOST_PROTECTIONS,
+    Name,
+    Protection,
+    ProtectionEnd,
+)
 from kvserver.cache.sessions import SessionKey, SessionRecord
 from kvserver.cache.store_plan import StorePlan

@@ -35,7 +35,7 @@ from kvserver.cache.misses import LookupOutcome, MissReason
 from kvserver.cache.namespace import tails_of
 from kvserver.cache.pages import PagePool
 from kvserver.cache.protections import Protection
-from kvserver.cache.sessions import SessionKey
+from kvserver.cache.sessions import SessionKey, SessionRecord
 from kvserver.cache.space import NO_SHARES, Space
 from kvserver.cache.store_plans import StorePlans
 from kvserver.protocol import KEY_BYTES, ErrorCode, KVServerError
@@ -237,6 +237,19 @@ class Cache:
             [chunk for chunk in self.index.find_chunks(protection.namespace, wanted) if chunk is not None]
         )
         return boundary
+
+    def protect_session(self, protection: Protection, session: SessionRecord) -> int:
+        """Protect the session's own chunks that a hit can read, from the one that it got first on, as many as fit. Returns how many do not.
+
+        begin() of `protections` follows. REQUIRES: room for all names.
+        """
+        while self.protections.end_one():
+            pass
+        own = [each for each in session.listed if each.session is session and not each.detached]
+        own = [each for each in own if each.ready and not ~each.ready & each.namespace.groups.full]
+        fits = self.protections.fitting(own[0].namespace.model, own) if own else 0
+        self.protections.protect(protection, own[:fits])
+        return len(own) - fits
 
     def _protect_leading(self, protection: Protection, namespace_id: bytes, keys: bytes) -> int:
         namespace = self.index.find_namespace(namespace_id)

@@ -26,9 +26,11 @@ from typing import TypeAlias
 
 from kvserver.cache.chunk import Chunk, ModelUse
 from kvserver.cache.eviction import EvictionPolicy
+from kvserver.cache.sessions import SessionKey
 from kvserver.protocol import KEY_BYTES
 
 MOST_PROTECTIONS = 1024
+MOST_OF_REQUESTS = 768  # requests begin none while there are so many: the rest is left to operators
 MOST_NAMES = 1 << 17  # of chunks, of all protections together until end_one(): one turn of the loop may look at each
 _MOST_DISPLACED = 1 << 16
 _EXAMINED_AT_ONCE = 4096  # wanted chunks, by forget_lost()
@@ -43,6 +45,7 @@ class ProtectionEnd(Enum):
     WEIGHTS = "weights"  # no engine has these weights any more
     REPLACED = "replaced"  # its request was looked up again
     NOT_KEPT = "not_kept"  # a restart of the daemon, or its smaller L1, did not keep the chunks
+    NO_ROOM = "no_room"  # the bound had no room for the first chunk that arrived
     LOST_TIER = "lost_tier"  # a tier of L2 does not have the chunks any more, and L1 never got them
 
 
@@ -65,6 +68,7 @@ class Protection:
     seconds: float = 0.0
     arrived: bool = False  # a chunk did, after the last expire()
     note: str = ""  # what is not protected, and why; "": all of the prompt's chunks are, or will be
+    session: SessionKey | None = None  # whose request, or name, it is of; its namespace is that of all LoRAs together
 
 
 @dataclass(slots=True)
@@ -256,7 +260,7 @@ class Protections:
                 self._live[protection.id] = self._live.pop(protection.id)  # behind the others
                 self._forget_lost(protection, still_there)
             if not (protection.protected or protection.wanted):
-                self.end(protection, ProtectionEnd.NOT_KEPT if protection.kept else ProtectionEnd.LOST_TIER)
+                self.end(protection, _why_empty(protection))
 
     def _forget_lost(
         self, protection: Protection, still_there: Callable[[bytes, int, bytes], tuple[bytes, ...]]
@@ -376,3 +380,9 @@ class Protections:
             "a name is wanted wrongly"
         )
         return len(named)
+
+
+def _why_empty(protection: Protection) -> ProtectionEnd:
+    if protection.kept:
+        return ProtectionEnd.NOT_KEPT
+    return ProtectionEnd.NO_ROOM if protection.note.startswith("no_room") else ProtectionEnd.LOST_TIER

@@ -23,11 +23,12 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
 from kvserver.cache.chunk import Chunk
+from kvserver.cache.pages import page_count
 
 RECORD_BYTES = (
     14  # for each chunk in L1, of all sessions together; a list may have 1/8 more than it counted before it grew
@@ -36,7 +37,7 @@ _SESSION_BYTES = 720  # at most, without its list; an id counts in addition
 _STALE_BYTES = 300  # of a chunk that only a list keeps
 _LEAST_CHUNKS = 8192  # a smaller L1 has the records of so many chunks: 112 KiB
 _MOST_DELETED = 1024
-_SLICE = 64  # entries of a list that one call examines
+_SLICE = 64  # entries of a list that are examined for each chunk that it lost
 _MOST_TRIED = 4  # sessions in use that one pop_leaving() looks at, and empty sessions that one new session replaces
 
 
@@ -106,39 +107,47 @@ class Sessions:
 
     def use(self, session: SessionRecord | None, chunks: Iterable[Chunk]) -> None:
         """A request of the session, or of none, uses the chunks: those of others are shared from now on, or taken over from a deleted one."""
-        for chunk in chunks:  # runs for each chunk of each lookup
-            owner = chunk.session
-            if owner is not session and owner is not None:
-                self.disown(chunk)
-                if session is not None and owner.deleted:
-                    self.add(session, chunk)
-
-    def add(self, session: SessionRecord, chunk: Chunk) -> None:
-        """Make the session the owner of a chunk that has none and that no other request used. It is shared if the list does not fit."""
-        if not self._fits(8):
+        # Runs for each chunk of each lookup.
+        lost = [chunk for chunk in chunks if chunk.session is not session and chunk.session is not None]
+        if not lost:
             return
-        chunk.session = session
-        session.listed.append(chunk)
-        session.chunks += 1
-        session.pages += chunk.page_count
-        if session.deleted:
+        taken = [chunk for chunk in lost if chunk.session.deleted] if session is not None else []
+        by_owner: dict[SessionRecord, list[Chunk]] = {}
+        for chunk in lost:
+            by_owner.setdefault(chunk.session, []).append(chunk)
+        for owner, of_owner in by_owner.items():
+            self._disown(owner, of_owner)
+        if session is not None:
+            self.add(session, taken)
+
+    def add(self, session: SessionRecord, chunks: Sequence[Chunk]) -> None:
+        """Make the session the owner of chunks that have none and that no other request used. Those for which the list has no room are shared."""
+        added = chunks[: max(0, self._room // 8)]
+        for chunk in added:
+            chunk.session = session
+        session.listed += added
+        session.chunks += len(added)
+        session.pages += _pages_of(added)
+        if session.deleted and added:
             self.leaving[session] = None
         self._count(session)
 
     def disown(self, chunk: Chunk) -> None:
         """The chunk is shared, or leaves L1."""
-        session: SessionRecord | None = chunk.session
-        if session is None:
-            return
-        chunk.session = None
-        session.chunks -= 1
-        session.pages -= chunk.page_count
+        if chunk.session is not None:
+            self._disown(chunk.session, (chunk,))
+
+    def _disown(self, session: SessionRecord, chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            chunk.session = None
+        session.chunks -= len(chunks)
+        session.pages -= _pages_of(chunks) if session.chunks else session.pages
         if not session.chunks:
             session.kept = 0
             self._end_pass(session)
             self.leaving.pop(session, None)
         elif len(session.listed) - session.chunks > len(session.listed) // 32:
-            self._drop_stale(session)
+            self._drop_stale(session, len(chunks))
         self._count(session)
 
     # ---- what leaves ----------------------------------------------------------------------------
@@ -178,16 +187,14 @@ class Sessions:
 
     # ---- records --------------------------------------------------------------------------------
 
-    def _drop_stale(self, session: SessionRecord) -> None:
-        """Continue the pass over the list by a slice."""
-        listed, kept = session.listed, session.kept
-        for chunk in listed[session.examined : session.examined + _SLICE]:
-            if chunk.session is session:
-                listed[kept] = chunk
-                kept += 1
-        session.kept = kept
-        session.examined += _SLICE
-        if session.examined >= len(listed):
+    def _drop_stale(self, session: SessionRecord, slices: int) -> None:
+        """Continue the pass over the list by so many slices."""
+        listed, end = session.listed, session.examined + _SLICE * slices
+        kept = [chunk for chunk in listed[session.examined : end] if chunk.session is session]
+        listed[session.kept : session.kept + len(kept)] = kept
+        session.kept += len(kept)
+        session.examined = end
+        if end >= len(listed):
             self._end_pass(session)
 
     def _end_pass(self, session: SessionRecord) -> None:
@@ -202,13 +209,13 @@ class Sessions:
             self._forget(self._deleted.pop(key))
         for sessions in (self._deleted, self._live):
             for old in list(islice(sessions.values(), _MOST_TRIED)):
-                if self._fits(more):
+                if more <= self._room:
                     break
                 if old.chunks:
                     sessions.move_to_end(old.key)  # else it hides those behind it
                 else:
                     self._forget(sessions.pop(old.key))
-        if not self._fits(more):
+        if more > self._room:
             return None
         self._live[key] = session
         self._count(session)
@@ -225,8 +232,10 @@ class Sessions:
         self.record_bytes += used - session.bytes
         session.bytes = used
 
-    def _fits(self, more: int) -> bool:
-        return self.record_bytes + more <= RECORD_BYTES * max(self._chunk_count(), _LEAST_CHUNKS)
+    @property
+    def _room(self) -> int:
+        """Bytes that records may have more; below 0 once L1 has fewer chunks."""
+        return RECORD_BYTES * max(self._chunk_count(), _LEAST_CHUNKS) - self.record_bytes
 
     def audit(self, chunks: Iterable[Chunk], all_chunks: bool) -> None:
         """AssertionError names what does not balance. `chunks`: of L1; `all_chunks`: no other is left, cleared but read."""
@@ -255,3 +264,7 @@ def _bytes_of(session: SessionRecord) -> int:
     """At most: a character of the id has up to four bytes."""
     stale = max(0, len(session.listed) - session.chunks)
     return _SESSION_BYTES + 4 * len(session.key.id) + sys.getsizeof(session.listed) + _STALE_BYTES * stale
+
+
+def _pages_of(chunks: Iterable[Chunk]) -> int:
+    return page_count(b"".join([chunk.joined_slots for chunk in chunks]))

@@ -119,7 +119,7 @@ class StorePlans:
                 chunk.pins += 1
             if is_new:
                 if users is not None and users[0] is not None:
-                    self._space.sessions.add(users[0], chunk)
+                    self._space.sessions.add(users[0], (chunk,))
                 plan.returning = plan.returning and (namespace.id, key) in self._space.evicted_keys
                 if plan.returning:
                     self._space.policy.use([chunk])

@@ -72,7 +72,17 @@ def pins_of(cache: Cache) -> tuple[KeptPin, ...]:
         joined = {namespace: b"".join(found) for namespace, found in keys.items()}
         model_name = names[each.model]
         pins.append(
-            KeptPin(each.id, each.owner, each.namespace, model_name, each.deadline, each.expires_at, each.note, joined)
+            KeptPin(
+                each.id,
+                each.owner,
+                each.namespace,
+                model_name,
+                each.deadline,
+                each.expires_at,
+                each.note,
+                joined,
+                each.session,
+            )
         )
     return tuple(pins)
 
@@ -83,7 +93,7 @@ def restore_pins(cache: Cache, pins: Sequence[KeptPin]) -> None:
     for pin in pins if protections.fraction else ():
         protection = Protection(
             pin.id, pin.owner, pin.namespace, cache.index.model(pin.model_name), pin.deadline, pin.expires_at,
-            note=pin.note, kept=True,
+            note=pin.note, kept=True, session=pin.session,
         )  # fmt: skip
         names = [(namespace, key) for namespace, keys in pin.keys.items() for (key,) in split_keys(keys)]
         if len(protections) < MOST_PROTECTIONS and len(names) <= protections.room_for_names:

@@ -16,6 +16,7 @@ from itertools import compress
 import msgspec
 
 from kvserver._native import checksum, checksum_of_parts
+from kvserver.cache import SessionKey
 from kvserver.protocol import KEY_BYTES, Durability, ObjectGroup
 
 FORMAT = 3
@@ -60,6 +61,7 @@ class KeptPin(msgspec.Struct, frozen=True, array_like=True):
     expires_at: float
     note: str
     keys: dict[bytes, bytes]
+    session: SessionKey | None = None
 
 
 class State(msgspec.Struct, kw_only=True):

@@ -7,7 +7,7 @@ from kvserver.server.handlers import Handlers
 from kvserver.server.loads import Loads
 from kvserver.server.lookups import L1Lookups
 from kvserver.server.loop import Server
-from kvserver.server.pins import PinReport, PinRequest, Pins, PinsReport
+from kvserver.server.pins import PinReport, PinRequest, Pins, PinsReport, SessionPinRequest
 from kvserver.server.prefetches import PrefetchReports
 from kvserver.server.samples import SERIES, take_sample
 from kvserver.server.serving import Serving

@@ -75,23 +75,14 @@ class PrefetchReports:
 
     def _report(self, prefetch: Prefetch) -> PinReport:
         fill, chunks = prefetch.fill, prefetch.leased_chunks
-        reads = fill is not None and not fill.ended
-        ready_in: float | None = 0.0
-        if fill is not None and reads:
+        if fill is not None and prefetch.reads:
             chunks = max(chunks, fill.chunks)
-            ready_in = self._ready_in(fill.planned_at, fill.expected_seconds)
         outcome, reason = _outcome(prefetch, chunks)
         return PinReport(
             id=prefetch.id, outcome=outcome, tokens=chunks * prefetch.chunk_tokens, bytes=fill.bytes if fill is not None else 0,
-            tiers=["l1"] * bool(prefetch.leased_chunks) + ["l2"] * reads, expires_at=round(prefetch.expires_at, 3),
-            ready_in_seconds=ready_in, reason=reason, owner="operator", model_name=prefetch.model_name,
+            tiers=["l1"] * bool(prefetch.leased_chunks) + ["l2"] * prefetch.reads, expires_at=round(prefetch.expires_at, 3),
+            ready_in_seconds=prefetch.ready_in(self._upkeep.clock()), reason=reason, owner="operator", model_name=prefetch.model_name,
         )  # fmt: skip
-
-    def _ready_in(self, planned_at: float, expected_seconds: float | None) -> float | None:
-        """Seconds that are left; None if no rate is known."""
-        if expected_seconds is None:
-            return None
-        return round(max(0.001, planned_at + expected_seconds - self._upkeep.clock()), 3)
 
 
 def _outcome(prefetch: Prefetch, chunks: int) -> tuple[str, str]:

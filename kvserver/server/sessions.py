@@ -7,6 +7,7 @@ Owns: the choice of sessions and the report. Refuses to know: HTTP, what leaves 
 
 from __future__ import annotations
 
+from collections import Counter
 from heapq import nlargest
 from itertools import islice
 
@@ -14,6 +15,7 @@ from msgspec import Struct
 
 from kvserver.cache import SessionKey, SessionRecord
 from kvserver.protocol import salt_digest
+from kvserver.server.pins import of_all_loras
 from kvserver.server.upkeep import Upkeep
 
 MOST_SESSIONS = 256  # of one report
@@ -23,7 +25,8 @@ _MOST_EXAMINED = 4096  # most recently used ones, in one turn of the loop
 class SessionReport(Struct, frozen=True, kw_only=True):
     """Report of one session. The names of fields are keys of the answers of `/sessions`.
 
-    Tokens and bytes are those of the chunks that no other session and no request without one used.
+    Tokens and bytes are those of the chunks that no other session and no request without one used. Pins of its prompts by tokens or
+    hashes are not counted.
     """
 
     session_id: str
@@ -34,6 +37,7 @@ class SessionReport(Struct, frozen=True, kw_only=True):
     bytes: int
     tiers: list[str]
     last_use_seconds: float  # ago; 0 if only stores named the session
+    pins: int  # live ones that were made by its name, or by its requests
 
 
 class SessionsReport(Struct, frozen=True):
@@ -62,7 +66,8 @@ class SessionReports:
         sessions, models, now = self._upkeep.cache.sessions, self._models(), self._upkeep.clock()
         examined = [one for one in islice(sessions, _MOST_EXAMINED) if one.chunks]
         largest = nlargest(MOST_SESSIONS, examined, key=lambda one: (one.chunks, one.last_seconds))
-        chosen = [self._report(one, models, now) for one in largest]
+        pins = Counter([pin.session for pin in self._upkeep.cache.protections])
+        chosen = [self._report(one, models, now, pins[of_all_loras(one.key)]) for one in largest]
         chosen.sort(key=lambda one: (-one.tokens, one.last_use_seconds))
         return SessionsReport(chosen, len(examined) - len(chosen) + max(0, len(sessions) - _MOST_EXAMINED))
 
@@ -91,7 +96,7 @@ class SessionReports:
         names = {id(use): name for name, use in self._upkeep.cache.index.models.items()}
         return {one.id: names[id(one.model)] for one in self._upkeep.cache.index.namespaces()}
 
-    def _report(self, session: SessionRecord, models: dict[bytes, str], now: float) -> SessionReport:
+    def _report(self, session: SessionRecord, models: dict[bytes, str], now: float, pins: int = 0) -> SessionReport:
         namespace = self._upkeep.cache.index.find_namespace(session.key.namespace)
         tokens = session.chunks * namespace.groups.chunk_tokens if namespace is not None else 0
         return SessionReport(
@@ -103,4 +108,5 @@ class SessionReports:
             bytes=session.pages * self._upkeep.cache.pool.page_bytes if tokens else 0,
             tiers=["l1"] if session.chunks else [],
             last_use_seconds=round(now - session.last_seconds, 3) if session.last_seconds else 0.0,
+            pins=pins,
         )

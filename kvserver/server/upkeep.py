@@ -65,7 +65,7 @@ class Upkeep:
     audits: int = 0  # of the accounting
     unbalanced: int = 0  # audits that failed
     _logged_loss: str = ""
-    _tiers_hide_objects: bool = True  # or did at the end of the last step(), whose view of them storage.present() has
+    _looks_for_losses: bool = False  # the next step() does, in which storage.present() gets its view of the tiers
     _work_left: bool = False  # the last step() left something to do
     _audited: bool = False  # since the last message
     _audit_after: float = 0.0
@@ -138,8 +138,7 @@ class Upkeep:
         self.kept_l1.tick()
         self.workers.tick()
         self.cache.expire_leases(self.clock())
-        if not (self.kept_l1.adopting or self._tiers_hide_objects or self._hides_objects()):
-            self.cache.protections.forget_lost(self.storage.present)
+        self._looks_for_losses = not self.kept_l1.adopting
 
     def _hides_objects(self) -> bool:
         return any(tier.state in _MAY_RETURN for tier in self.storage.tiers.local)
@@ -152,8 +151,10 @@ class Upkeep:
     def step(self) -> bool:
         """Do a slice of deferred work at the end of a turn. True while there is more to do at once."""
         self.store_waits.step()
+        looks, self._looks_for_losses = self._looks_for_losses and not self._hides_objects(), False
         more = self.cache.step() | self.resync.step() | self.storage.step() | self.kept_l1.step()
-        self._tiers_hide_objects = self._hides_objects()
+        if looks and not self._hides_objects():
+            self.cache.protections.forget_lost(self.storage.present)
         for worker in self.stores.step():
             self.workers.unmap_if_idle(worker)
         self._work_left = more or self.stores.waiting > 0

@@ -1,6 +1,7 @@
 """Prefetches: prompts that L1 gets from L2 before a request asks for them, each with an id and a time.
 
-A prefetch leases what L1 has of its prompt until its time is over. It ends sooner with a clear, when no engine reads its namespace any
+A prefetch leases what L1 has of its prompt until its time is over. One for a pin (`/cache/pins`), which protects what arrives, ends with its reads or
+the pin. It ends sooner with a clear, when no engine reads its namespace any
 more, when it is deleted, or when a request's fill needs its room. Its chunks then are in L1 as any others.
 
 Owns: the prefetches that have not ended, and their leases. Refuses to know: how they are filled (`fills`), prompts, reports.
@@ -37,14 +38,28 @@ class Prefetch:
     expires_at: float
     fill: Fill | None = None
     leased_chunks: int = 0  # in L1
+    of_pin: bool = False  # the pin with its id
 
     @property
     def chunks(self) -> int:
         return len(self.keys) // KEY_BYTES
 
     @property
-    def is_empty(self) -> bool:
-        return not self.leased_chunks and (self.fill is None or self.fill.ended)
+    def reads(self) -> bool:
+        return self.fill is not None and not self.fill.ended
+
+    @property
+    def has_ended(self) -> bool:
+        """It reads nothing, and keeps nothing that no pin does."""
+        return not self.reads and (self.of_pin or not self.leased_chunks)
+
+    def ready_in(self, now: float) -> float | None:
+        """Seconds until all is read; None if no rate is known."""
+        if self.fill is None or self.fill.ended:
+            return 0.0
+        if self.fill.expected_seconds is None:
+            return None
+        return round(max(0.001, self.fill.planned_at + self.fill.expected_seconds - now), 3)
 
 
 class Prefetches:
@@ -63,12 +78,19 @@ class Prefetches:
         return next((each for each in instances if each.coverages and each.described_prefix == namespace), None)
 
     def begin(
-        self, instance: Instance, namespace: bytes, keys: bytes, of_variant: Durability, seconds: float
+        self,
+        instance: Instance,
+        namespace: bytes,
+        keys: bytes,
+        of_variant: Durability,
+        seconds: float,
+        of_pin: str = "",
     ) -> Prefetch:
-        """REQUIRES: fewer than MOST_PREFETCHES, and an instance that reads the namespace."""
+        """`of_pin`: id of the pin that it is for. REQUIRES: fewer than MOST_PREFETCHES, and an instance that reads the namespace."""
         spec, now = instance.any_worker().spec, self._clock()
         prefetch = Prefetch(
-            secrets.token_hex(8), instance.model_name, namespace, keys, spec.chunk_tokens, now + seconds, time.time() + seconds
+            of_pin or secrets.token_hex(8), instance.model_name, namespace, keys, spec.chunk_tokens, now + seconds,
+            time.time() + seconds, of_pin=bool(of_pin),
         )  # fmt: skip
         self.live[prefetch.id] = prefetch
         lookup = Lookup(f"prefetch {prefetch.id}", "", "", spec.chunk_blocks, keys, durability=of_variant)
@@ -102,4 +124,5 @@ class Prefetches:
     def tick(self) -> None:
         """End those whose time is over, that found nothing, or whose namespace no engine reads."""
         now, read = self._clock(), {each.described_prefix for each in self._instances.by_id.values()}
-        self.end_where(lambda each: each.deadline <= now or each.is_empty or each.namespace not in read)
+        self.end_where(lambda each: each.deadline <= now or each.has_ended or each.namespace not in read)
+        self.end_where(lambda each: each.of_pin and self._cache.protections.get(each.id) is None)

@@ -1,7 +1,7 @@
 """`POST | GET /cache/pins` and `DELETE /cache/pins/ID`: prompts whose KV stays in L1 for a time, within `--pin-share`.
 
 - `POST /cache/pins`: the prompt as for `/kv/match` (`model`, `instance_ids`, `tokens` or whole `block_hashes`, `lora_name`, `cache_salt`) and
-  `ttl_seconds`, which begin with the answer.
+  `ttl_seconds`, which begin with the answer. Or, instead of the prompt, `session_id` with `model`, `instance_ids` and `cache_salt`.
 - `GET /cache/pins`: {"pins": [...], "left_out"}, those that end first coming first.
 - `DELETE /cache/pins/ID` ends that pin only. A chunk that another pin names stays protected.
 
@@ -21,9 +21,9 @@ from typing import Annotated, Any, Protocol
 import msgspec
 from msgspec import Meta, Struct
 
-from kvserver.protocol import KEY_BYTES, MAX_PIN_SECONDS
+from kvserver.protocol import KEY_BYTES, MAX_PIN_SECONDS, MAX_SESSION_ID
 from kvserver.routing import BadQuery, JsonQuery, MatchPages
-from kvserver.server import PinReport, PinRequest
+from kvserver.server import PinReport, PinRequest, SessionPinRequest
 
 PREFIX = "/cache/pins/"
 _LONGEST_ID = 64
@@ -33,9 +33,22 @@ _CODES = {"rejected": 409, "missing": 404}
 class TimedQuery(JsonQuery, kw_only=True):
     ttl_seconds: float
 
+    def request(self, match: MatchPages) -> PinRequest | SessionPinRequest:
+        return _request(match, self)
+
 
 class _Pin(TimedQuery, kw_only=True):
     ttl_seconds: Annotated[float, Meta(gt=0, le=MAX_PIN_SECONDS)]
+    session_id: Annotated[str, Meta(min_length=1, max_length=MAX_SESSION_ID)] | None = None
+
+    def request(self, match: MatchPages) -> PinRequest | SessionPinRequest:
+        if self.session_id is None:
+            return super().request(match)
+        if self.tokens is not None or self.block_hashes is not None or self.lora_name:
+            raise BadQuery(400, "bad_query", "give session_id, or a prompt by block_hashes or tokens")
+        return SessionPinRequest(
+            self.session_id, self.cache_salt, self.model, tuple(self.instance_ids), self.ttl_seconds
+        )
 
 
 _decoder: msgspec.json.Decoder[TimedQuery] = msgspec.json.Decoder(_Pin)
@@ -44,7 +57,7 @@ _decoder: msgspec.json.Decoder[TimedQuery] = msgspec.json.Decoder(_Pin)
 class Requested(Protocol):
     """Pins, or what is requested and reported as pins are."""
 
-    def begin(self, request: PinRequest) -> PinReport: ...
+    def begin(self, request: Any) -> PinReport: ...
     def reject(self, code: str, text: str) -> PinReport: ...
     def all(self) -> Struct: ...
     def delete(self, id: str) -> PinReport: ...
@@ -59,7 +72,7 @@ def create(
         return _bad(415, "media_type", "send application/json")
     try:
         query = decoder.decode(body)
-        request = _request(match, query)
+        request = query.request(match)
     except BadQuery as error:
         if error.code == 409:
             code, text = error.error, error.message

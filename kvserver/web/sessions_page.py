@@ -1,9 +1,10 @@
 """`GET /sessions` and `DELETE /sessions/ID`: which sessions have chunks in L1, and the end of one.
 
 - `GET /sessions`: {"sessions": [{"session_id", "model_name", "namespace", "salt_digest", "tokens", "bytes", "tiers",
-  "last_use_seconds"}], "left_out"}, the largest and latest first.
-- `DELETE /sessions/ID`: all that only this session used leaves L1 before anything else, once space is needed. `?cache_salt=SALT`
-  where the session's requests had one, `?model=NAME` for the sessions of one model. {"id", "outcome": "accepted", "tokens", ...}
+  "last_use_seconds", "pins"}], "left_out"}, the largest and latest first.
+- `DELETE /sessions/ID`: all that only this session used leaves L1 before anything else, once space is needed and no pin protects it.
+  `?cache_salt=SALT` where the session's requests had one, `?model=NAME` for the sessions of one model. {"id", "outcome": "accepted",
+  "tokens", ...}
 
 Errors are {"error": code, "message": text}: 400 for a bad parameter. An unknown session is a 404 with the outcome `missing`.
 

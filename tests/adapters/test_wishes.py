@@ -155,8 +155,8 @@ TRUST = {"kvserver.trust_request_pins": True}
 PIN_1H = SimpleNamespace(action_type="kvserver.pin", action_version="1.0", payload={"ttl_seconds": 3600})
 
 
-def finished(engine: Engine, name: str, **wishes: Any) -> Any:
-    """The parameters that the connector adds to the answer."""
+def watched_answers(engine: Engine) -> list[Any]:
+    """What the connector returns at the end of each request from now on."""
     answers: list[Any] = []
     connector = engine.connector
     before = connector.request_finished_all_groups
@@ -166,6 +166,12 @@ def finished(engine: Engine, name: str, **wishes: Any) -> Any:
         return answers[-1]
 
     connector.request_finished_all_groups = connector.request_finished = watched
+    return answers
+
+
+def finished(engine: Engine, name: str, **wishes: Any) -> Any:
+    """The parameters that the connector adds to the answer."""
+    answers = watched_answers(engine)
     ask(engine, name, **wishes)
     ((_, params),) = answers
     return params
@@ -206,6 +212,35 @@ def test_an_answer_without_a_lookup_states_that_no_pin_was_requested(
 
 def test_a_request_without_a_pin_adds_nothing_to_its_answer(make_daemon: MakeDaemon, make_engine: MakeEngine) -> None:
     assert finished(make_engine(make_daemon(), extra=TRUST), "plain") is None
+
+
+PIN: dict[str, Any] = {"kvserver.pin_seconds": 60}
+
+
+@pytest.mark.parametrize(
+    ("trusted", "turns", "answered"),
+    [
+        (True, [{}, PIN], "refused: no_lookup"),  # vLLM asks for no hit of a turn that goes on
+        (True, [PIN, None], "requested"),
+        (True, [PIN, {}], None),
+        (False, [{}, PIN], "refused: not_trusted"),
+        (False, [PIN, None], "refused: not_trusted"),
+        (False, [PIN, {}], None),
+    ],
+)
+def test_the_last_turn_of_a_streaming_session_answers_for_its_own_pin(
+    make_daemon: MakeDaemon, make_engine: MakeEngine, trusted: bool, turns: list[Any], answered: str | None
+) -> None:
+    engine = make_engine(make_daemon(pin_share=0.5), extra={"kvserver.trust_request_pins": trusted})
+    answers = watched_answers(engine)
+    for number, params in enumerate(turns):
+        sampling = {} if params is None else {"extra_args": {"kv_transfer_params": params}}
+        engine.add("session", prompt(number, 2 * CHUNK), count=1, resumable=True, sampling=sampling)
+        engine.run(until=lambda: engine.status_of("session") == "WAITING_FOR_STREAMING_REQ")
+    engine.abort("session")
+    engine.run()
+    ((_, found),) = answers
+    assert found == (None if answered is None else {"kvserver.pin": answered})
 
 
 def test_hints_of_programs_pin_and_unknown_ones_are_counted() -> None:

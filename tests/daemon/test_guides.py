@@ -42,7 +42,7 @@ def script_of(guide: Path, port: int) -> str:
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.stem)
 def test_the_commands_of_a_guide_work(guide: Path) -> None:
     reservation, port = reserved_port()
-    daemon = Daemon(http_port=port)
+    daemon = Daemon(http_port=port, pin_share=0.5)  # for the guide of agents
     home = daemon.folder
     (home / "run/kvserver").mkdir(mode=0o700, parents=True)
     daemon.flags["endpoint"] = f"ipc://{home}/run/kvserver/kvserver.sock"

@@ -1,4 +1,4 @@
-"""Prefetches of a real daemon: a prompt comes from a file tier before its request, and which refusals there are."""
+"""Prefetches of a real daemon: a prompt comes from a file tier before its request. Refusals are in `test_promise_refusals.py`."""
 
 from __future__ import annotations
 
@@ -75,43 +75,3 @@ def test_a_prompt_of_a_daemon_before_is_in_l1_before_its_request(daemon: Daemon,
         assert prefetch(daemon)[0] == 404, "it was cleared from both tiers"
     daemon.wait_for_clean_accounting()
     daemon.audit()
-
-
-def test_without_l2_a_prefetch_is_rejected(make_daemon: MakeDaemon, make_worker: MakeWorker) -> None:
-    daemon = make_daemon(l1_size="1MiB")
-    describe(make_worker(daemon))
-    assert prefetch(daemon)[1]["reason"] == "off: there is no --l2"
-
-
-@pytest.mark.parametrize(
-    ("query", "code", "word"),
-    [
-        ({"model": "unknown"}, 409, "no_engine"),
-        ({"tokens": [1] * 64}, 404, "not_cached"),
-        ({"tokens": []}, 404, "not_cached"),
-        ({"tokens": None}, 400, "bad_query"),
-        ({"tokens": None, "block_hashes": [7]}, 400, "short_hashes"),
-        ({"tokens": [-1]}, 400, "bad_query"),
-        ({"cache_salt": "other"}, 404, "not_cached"),
-        ({"ttl_seconds": 0}, 400, "bad_query"),
-        ({"ttl_seconds": 601}, 400, "bad_query"),
-        ({"ttl_seconds": "long"}, 400, "bad_query"),
-        ({"content_type": "text/plain"}, 415, "media_type"),
-    ],
-)
-def test_a_refusal_is_typed_and_begins_nothing(
-    daemon: Daemon, make_worker: MakeWorker, query: dict[str, Any], code: int, word: str
-) -> None:
-    worker = make_worker(daemon)
-    describe(worker)
-    worker.store(KEYS, worker.blocks_for(len(KEYS)))
-    prefetch(daemon, tokens=[1] * 64)  # the engine is described
-    found_code, found = post(daemon, page=PAGE, **{"tokens": TOKENS} | query)
-    assert (found_code, found.get("reason", found.get("error")).partition(":")[0]) == (code, word)
-    assert prefetches(daemon) == []
-
-
-@pytest.mark.parametrize("path", ["", "a" * 65, "..%2f", "a?x=1", "a/b"])
-def test_a_bad_id_is_refused_with_a_typed_error(daemon: Daemon, path: str) -> None:
-    code, text = daemon.http(f"{PAGE}/{path}", "DELETE")
-    assert (code, json.loads(text)["error"]) == (400, "bad_parameter")

@@ -99,13 +99,15 @@ def test_the_first_hour_ends_with_tokens_from_l1_and_an_engine_whose_cache_is_on
 
 
 @pytest.mark.long
-def test_the_guide_of_agents_shows_and_deletes_the_session_of_a_request(guides: Guides) -> None:
-    serve, ask, look, delete = guides.lines_of("agents")
+def test_the_guide_of_agents_shows_keeps_and_deletes_the_session_of_a_request(guides: Guides) -> None:
+    serve, ask, look, keep, delete = guides.lines_of("agents")
     ask = ask.replace('"prompt": "..."', f'"prompt": {PROMPT}')
     stored = look.replace("curl", "until curl", 1).rstrip() + "; do sleep 0.2; done"
-    output = guides.run(["kvserver serve --l1-size 64MiB &", serve, "is_up", ask, stored, look, delete])
+    output = guides.run(
+        ["kvserver serve --l1-size 64MiB --pin-share 0.5 &", serve, "is_up", ask, stored, look, keep, delete]
+    )
     assert re.search(r'"session_id":"agent-7".*"tokens":768', output)
-    assert '"outcome":"accepted","tokens":768' in output
+    assert output.count('"outcome":"accepted","tokens":768') == 2, "it was pinned, then deleted"
 
 
 @pytest.mark.long

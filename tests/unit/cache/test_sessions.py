@@ -453,6 +453,22 @@ def test_sessions_without_chunks_give_way_and_one_that_does_not_fit_shares(monke
     assert 0 < owned < 18 == cache.index.chunk_count, "some sessions have no record, and their chunks no owner"
 
 
+def test_a_session_gets_only_the_chunks_for_which_its_list_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions_module, "_LEAST_CHUNKS", 60)
+    cache, sessions = Cache(PagePool(64 * PAGE, PAGE), POLICIES["slru"]()), sessions_module.Sessions(lambda: 0)
+    keys = b"".join(number.to_bytes(32, "big") for number in range(20))
+    cache.finish_store(cache.plan_store(NAMESPACE, one_group(1), keys, PAGE), copied=True)
+    chunks = [chunk for chunk in cache.index.find_chunks(NAMESPACE, keys) if chunk is not None]
+    session = sessions.of_lookup(key("a"), 0.0, None)
+    assert session is not None
+    sessions.add(session, chunks)
+    assert 0 < session.chunks == session.pages < 20
+    assert [chunk.session is session for chunk in chunks] == [place < session.chunks for place in range(20)]
+    sessions.use(None, chunks)
+    assert (session.chunks, session.pages, session.listed) == (0, 0, [])
+    assert sessions.record_bytes == session.bytes <= RECORD_BYTES * 60
+
+
 @pytest.mark.parametrize("looked_up", [False, True])
 def test_old_sessions_with_chunks_do_not_keep_later_ones_from_a_record(looked_up: bool) -> None:
     cache = Cache(PagePool(2000 * PAGE, PAGE), POLICIES["slru"]())

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from kvserver.cache import POLICIES, Cache, PagePool, Protection
+from kvserver.cache import POLICIES, Cache, PagePool, Protection, ProtectionEnd
 from kvserver.engines import Instances
 from kvserver.server.pins import Pins
 from kvserver.server.store_waits import StoreWaits
@@ -49,26 +49,36 @@ def upkeep(tier: SimpleNamespace) -> Upkeep:
     stores = SimpleNamespace(step=list, waiting=0)
     return Upkeep(
         cache=cache, devices=none, tickets=none, stores=cast(Any, stores), loads=none, workers=none,
-        resync=cast(Any, SimpleNamespace(step=step)), storage=cast(Any, storage), prefetches=none, store_waits=StoreWaits(cache, Instances()),
+        resync=cast(Any, SimpleNamespace(step=step)), storage=cast(Any, storage), prefetches=cast(Any, SimpleNamespace(live={}, tick=list)), store_waits=StoreWaits(cache, Instances()),
         kept_l1=cast(Any, kept_l1),
         bus=none, clock=time.monotonic,
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize("state", ["opening", "unavailable"])
-def test_a_pin_waits_while_a_tier_hides_its_objects_and_in_the_turn_of_its_return(
-    upkeep: Upkeep, tier: SimpleNamespace, state: str
+def test_a_pin_waits_while_a_tier_hides_its_objects_before_a_turn_or_after_it(
+    upkeep: Upkeep, tier: SimpleNamespace, state: str, kept: bool
 ) -> None:
-    tier.state = state
+    (protection,) = upkeep.cache.protections
+    protection.kept = kept
+
+    def step(becomes: str) -> bool:
+        tier.state = becomes
+        return False
+
+    for before, after in ((state, state), (state, "ready"), ("ready", state)):
+        tier.state = before
+        upkeep.storage.step = lambda after=after: step(after)  # type: ignore[method-assign]
+        upkeep.tick()
+        upkeep.step()
+        assert len(upkeep.cache.protections) == 1, (before, after)
+    tier.state, upkeep.storage.step = "ready", lambda: False  # type: ignore[method-assign]
     upkeep.step()
+    assert len(upkeep.cache.protections) == 1, "it looks once a tick"
     upkeep.tick()
-    assert len(upkeep.cache.protections) == 1
-    tier.state = "ready"
-    upkeep.tick()
-    assert len(upkeep.cache.protections) == 1, "its objects are known at the end of this turn"
     upkeep.step()
-    upkeep.tick()
-    assert len(upkeep.cache.protections) == 0
+    assert upkeep.cache.protections.ended == {ProtectionEnd.NOT_KEPT if kept else ProtectionEnd.LOST_TIER: 1}
 
 
 def test_the_reason_of_a_pin_after_a_restart_does_not_claim_that_l2_has_it(upkeep: Upkeep) -> None:
