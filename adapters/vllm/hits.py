@@ -98,6 +98,7 @@ class Hits:
             session_id=session_id,
             session_salt=session_salt,
             pin_seconds=state.wishes.pin_seconds or None,
+            tenant=state.wishes.tenant,
         )
 
     def tokens_to_load(self, state: RequestState, local_tokens: int, has_all: bool) -> int | None:

@@ -9,13 +9,14 @@ Owns: the form and meaning of the wishes.
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvserver.protocol import MAX_PIN_SECONDS, MAX_SESSION_ID
+from kvserver.protocol import MAX_PIN_SECONDS, MAX_SESSION_ID, TENANT
 
 log = logging.getLogger("vllm.kvserver")
 
@@ -30,6 +31,7 @@ class Wishes:
     waits_for_storage: bool = True  # for what the daemon has in L2 alone
     session_id: str = ""  # for vLLM before 0.32, whose requests have none
     pin_seconds: float = 0.0  # how long its prompt should stay in L1
+    tenant: str = ""  # to whom its chunks belong; "": the engine's
 
 
 NONE = Wishes()
@@ -61,21 +63,28 @@ def hinted(wishes: Wishes, hints: Any, counters: Counter[str]) -> Wishes:
     return wishes
 
 
-class TrustedPins:
-    """Pins are wished as the requests state, or counted as refused. `trusts`: of the engine's configuration."""
+class TrustedWishes:
+    """Pins and tenants are wished as the requests state, or counted as refused. `trusts`, and the engine's own `tenant`: of its configuration."""
 
-    def __init__(self, trusts: bool, counters: Counter[str]) -> None:
-        self._trusts, self._counters = trusts, counters
+    def __init__(self, trusts: bool, tenant: str, counters: Counter[str]) -> None:
+        self._trusts, self._tenant, self._counters = trusts, tenant, counters
 
     def allowed(self, wishes: Wishes) -> Wishes:
-        if not wishes.pin_seconds or self._trusts:
+        if wishes.pin_seconds and not self._trusts:
+            self._refuse("pin")
+            wishes = replace(wishes, pin_seconds=0.0)
+        if wishes.tenant == self._tenant or (wishes.tenant and self._trusts):
             return wishes
-        self._counters["refused_pins"] += 1
-        if self._counters["refused_pins"] == 1:
+        if wishes.tenant:
+            self._refuse("tenant")
+        return replace(wishes, tenant=self._tenant)
+
+    def _refuse(self, what: str) -> None:
+        self._counters[f"refused_{what}s"] += 1
+        if self._counters[f"refused_{what}s"] == 1:
             log.warning(
-                "a request asks for a pin, and kvserver.trust_request_pins is not set. Further ones are only counted"
+                "a request states a %s, and kvserver.trust_request_pins is not set. Further ones are only counted", what
             )
-        return replace(wishes, pin_seconds=0.0)
 
 
 def wishes_of_turn(parameters: Any, before: Wishes, counters: Counter[str]) -> Wishes:
@@ -97,6 +106,8 @@ def _with(wishes: Wishes, name: str, value: object) -> Wishes | None:
         return replace(wishes, session_id=value)
     if name == "pin_seconds" and isinstance(value, (int, float)) and not isinstance(value, bool):
         return replace(wishes, pin_seconds=float(value)) if 0 < value <= MAX_PIN_SECONDS else None
+    if name == "tenant" and isinstance(value, str) and value and re.fullmatch(TENANT, value):
+        return replace(wishes, tenant=value)
     if name == "pin":  # of an earlier answer, which a router may pass on
         return wishes
     if name == "tiers" and isinstance(value, (list, tuple)) and all(isinstance(tier, str) for tier in value):
@@ -111,8 +122,8 @@ def _refused(wishes: Wishes, name: str, counters: Counter[str]) -> Wishes:
     if counters["bad_wishes"] == 1:
         log.warning(
             "kv_transfer_params of a request: %.100r has no such value, and is ignored; known are %sno_store (true or false), "
-            "%smax_load_tokens (0 or more), %stiers ([], ['l1'] or ['l1', 'l2']), %spin_seconds (up to a week) and %ssession_id (up to 256 characters). "
+            "%smax_load_tokens (0 or more), %stiers ([], ['l1'] or ['l1', 'l2']), %spin_seconds (up to a week), %ssession_id (up to 256 characters) and %stenant (up to 64 letters, digits, dots, hyphens and underscores). "
             "Further ones are only counted",
-            name, _PREFIX, _PREFIX, _PREFIX, _PREFIX, _PREFIX,
+            name, *[_PREFIX] * 6,
         )  # fmt: skip
     return wishes

@@ -207,6 +207,9 @@ class Lookup(ArrayMessage):
     session_salt: SaltDigest | None = None  # of the request's cache salt, if it has one; a session is of one salt
     # How long L1 should keep the chunks of `keys` and the blocks of `tail_keys` once the request has stored them; None: no pin.
     pin_seconds: Annotated[float, Meta(ge=0, le=MAX_PIN_SECONDS)] | None = None
+    tenant: Label = (
+        ""  # whom the chunks belong to that are read from L2 for it; they are the model's unless the tenant has a share
+    )
 
 
 class LookupTail(ArrayMessage):
@@ -258,6 +261,7 @@ class Store(_Copy):
     durability: Durability = Durability.PROCESS  # of the variant
     session_id: SessionId = ""  # of the request; of a model with several groups in the stores of all
     session_salt: SaltDigest | None = None
+    tenant: Label = ""  # whom new chunks belong to, as Lookup.tenant
 
 
 class Retrieve(_Copy):

@@ -37,6 +37,7 @@ class PinRequest:
     ttl_seconds: float
     owner: str = "operator"
     id: str = ""  # "": one that nothing else has
+    tenant: str = ""  # of a request
     tail: bytes | None = None  # keys of the blocks behind the last chunk, of a request, which stores all that L1 lacks
 
     def chunk_keys(self, first: int, last: int) -> bytes:
@@ -101,7 +102,16 @@ class Pins:
         id = _id_of(lookup.instance_id, lookup.request_id)
         self.begin(
             PinRequest(
-                namespace, model_name, lookup.keys, 1, (), lookup.pin_seconds or 0.0, owner, id, lookup.tail_keys
+                namespace,
+                model_name,
+                lookup.keys,
+                1,
+                (),
+                lookup.pin_seconds or 0.0,
+                owner,
+                id,
+                lookup.tenant,
+                lookup.tail_keys,
             )
         )
 
@@ -147,11 +157,12 @@ class Pins:
         protection = Protection(
             request.id or secrets.token_hex(8), request.owner, namespace, cache.index.model(request.model_name),
             self._upkeep.clock() + seconds, time.time() + seconds, seconds=request.ttl_seconds if stores else 0.0,
+            tenant=cache.index.tenants.get(request.tenant),
         )  # fmt: skip
         keys = request.chunk_keys(0, request.chunks)
         boundary = cache.protect(protection, keys, request.tail_keys, request.chunk_keys(leading, known))
         if cache.protections.get(protection.id) is None:
-            bound = cache.protections.bound_of(protection.model) * pool.page_bytes
+            bound = cache.protections.bound_of(protection) * pool.page_bytes
             return rejected(
                 "no_room", f"pins may use {bound} bytes of L1 for this model, and not even its first chunk fits"
             )

@@ -86,6 +86,12 @@ _L1_MODEL: tuple[Metric[ModelStatus], ...] = (
     Metric("kvserver_l1_model_share_bytes", "Memory of L1 that is kept for a model when chunks are evicted; 0 for a model without a share.", Kind.GAUGE, lambda of: of.share_bytes),
     Metric("kvserver_l1_model_evicted_chunks", "Chunks of a model evicted from L1, each once for all ranks.", Kind.COUNTER, lambda of: of.evictions),
 )  # fmt: skip
+_L1_TENANT: tuple[Metric[ModelStatus], ...] = (
+    Metric("kvserver_l1_tenant_used_bytes", "Memory of L1 that chunks of a tenant with a share occupy.", Kind.GAUGE, lambda of: of.used_bytes),
+    Metric("kvserver_l1_tenant_chunks", "Chunks of a tenant with a share in L1, also chunks that stores are filling.", Kind.GAUGE, lambda of: of.chunks),
+    Metric("kvserver_l1_tenant_share_bytes", "Memory of L1 that is kept for a tenant when chunks are evicted.", Kind.GAUGE, lambda of: of.share_bytes),
+    Metric("kvserver_l1_tenant_evicted_chunks", "Chunks of a tenant with a share evicted from L1, each once for all ranks.", Kind.COUNTER, lambda of: of.evictions),
+)  # fmt: skip
 _TIER: tuple[Metric[TierStatus], ...] = (
     Metric("kvserver_l2_up", "1 while a tier of L2 is ready or can only be read, 0 while it is opening, unavailable or closed.", Kind.GAUGE, lambda of: +(of.state in ("ready", "read_only"))),
     Metric("kvserver_l2_writable", "1 while a tier of L2 accepts objects, 0 while it does not; no series where its URL has read_only=true.", Kind.GAUGE, lambda of: None if of.read_only else +(of.state == "ready")),
@@ -116,6 +122,7 @@ _RPC: tuple[Metric[RpcCounts], ...] = (
 def daemon_families(status: DaemonStatus, rpc: RpcCounts) -> Iterable[Family]:
     yield from families_of(_DAEMON, [(status, ())])
     yield from families_of(_L1_MODEL, [(model, (name,)) for name, model in status.l1.models.items()], ("model_name",))
+    yield from families_of(_L1_TENANT, [(use, (name,)) for name, use in status.l1.tenants.items()], ("tenant",))
     yield from families_of(_TIER, [(tier, (tier.name, tier.kind)) for tier in status.l2], ("tier", "kind"))
     yield from families_of(_GPU, [(gpu, (gpu.device,)) for gpu in status.gpus], ("device",))
     yield from families_of(_RPC, [(rpc, ())])
