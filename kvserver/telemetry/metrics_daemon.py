@@ -57,6 +57,7 @@ _DAEMON: tuple[Metric[DaemonStatus], ...] = (
     Metric("kvserver_pins", "Pins of chunks in L1 by stores and loads that have not ended.", Kind.GAUGE, lambda of: of.books.pins),
     Metric("kvserver_accounting_failures", "Audits of the daemon's accounting that found a contradiction, which is a bug.", Kind.COUNTER, lambda of: of.books.unbalanced),
     Metric("kvserver_undelivered_replies", "Replies that could not be sent: the peer had disconnected or did not read.", Kind.COUNTER, lambda of: of.totals.undelivered_replies),
+    Metric("kvserver_l1_other_tenant_stores", "Stores and reads of L2 that named a tenant without a share of L1: their chunks belong to their models.", Kind.COUNTER, lambda of: of.l1.other_tenants),
     Metric("kvserver_events_queue_depth", "Events in the daemon's queue; an event that carries bytes counts once more for every 4 KiB.", Kind.GAUGE, lambda of: of.events.queue_depth),
     Metric("kvserver_events_lag_seconds", "Longest time that an event waited in the queue, of those that the event thread handled in its last second.", Kind.GAUGE, lambda of: of.events.lag_seconds),
     Metric("kvserver_loop_turn_seconds", "Duration of each turn of the daemon's event loop.", Kind.HISTOGRAM, lambda of: of.loop_turns, bounds=WAIT_SECONDS),

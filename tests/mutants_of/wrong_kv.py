@@ -19,7 +19,7 @@ MUTANTS = (
            "kvserver/cache/index.py", "Index.detach_namespace", "each.cleared = True", "pass"),
     Mutant("a tenant's chunks of a cleared namespace are not detached", "unit/cache/test_shares.py",
            "kvserver/cache/index.py", "Index.detach_namespace", "(namespace, *namespace.parts.values())", "(namespace,)"),
-    Mutant("a tenant's chunks outlast their namespace in the index", "unit/cache/test_shares.py",
+    Mutant("a namespace without chunks stays if its last one was a tenant's", "unit/cache/test_index.py",
            "kvserver/cache/index.py", "Index.detach_chunk", "self._namespaces[namespace.id].chunks is namespace.chunks",
            "self._namespaces[namespace.id] is namespace"),
     Mutant("a session is of all salts", "daemon/test_sessions.py::test_a_deleted_session_leaves_first_and_that_of_another_salt_stays",
