@@ -73,10 +73,11 @@ class Index:
             return self.tenants.setdefault(name.removeprefix(TENANT_PREFIX), ModelUse())
         return self.model(name)
 
-    def add_chunk(self, namespace: Namespace, key: bytes, tenant: ModelUse | None = None) -> Chunk:
+    def add_chunk(self, namespace: Namespace, key: bytes, part: Namespace | None = None) -> Chunk:
+        """Add a chunk of the namespace itself, or of its part."""
         if not namespace.chunks:  # it is new, or detach_chunk() dropped it when it became empty
             self._namespaces[namespace.id] = namespace
-        part = namespace.part(tenant)
+        part = part or namespace
         chunk = self._make_chunk(part, key)
         namespace.chunks.add(key, chunk)
         self._count(part, 1)
@@ -89,10 +90,10 @@ class Index:
         rows: ChunkRows,
         done: int,
         ready: int,
-        tenant: ModelUse | None = None,
+        part: Namespace | None = None,
     ) -> list[Chunk | None]:
         """Add the chunks of the wanted rows whose key is absent, as add_chunk() adds one; None for the other rows."""
-        part = namespace.part(tenant)
+        part = part or namespace
         prototype = self._make_chunk(part, b"")
         prototype.set_slots(b"", done, ready)
         added = namespace.chunks.add_copies(prototype, wanted, *rows)

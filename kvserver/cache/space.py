@@ -99,12 +99,12 @@ class Space:
         None for the other rows. `tenant`: their owner, if it has a share.
         """
         done = sum(mask for group, mask in enumerate(namespace.groups.masks) if ready >> group & 1)
-        owner = self.index.tenants.get(tenant)
-        added = self.index.add_rows(namespace, wanted, rows, done, ready, owner)
+        part = namespace.part(self.index.tenants.get(tenant))
+        added = self.index.add_rows(namespace, wanted, rows, done, ready, part)
         chunks = [chunk for chunk in added if chunk is not None]
         whole = len(chunks) == len(added)
         slots = rows.extents if whole else b"".join([chunk.joined_slots for chunk in chunks])
-        namespace.part(owner).owner.pages += self.pool.use_withheld(slots)
+        part.owner.pages += self.pool.use_withheld(slots)
         self.policy.append(chunks, protected)
         self.protections.arrived(chunks)
         return added

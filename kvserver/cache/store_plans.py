@@ -91,8 +91,7 @@ class StorePlans:
         namespace = self._space.index.find_or_make_namespace(plan.namespace_id, plan.groups, plan.model_name)
         # An engine may become private while a store of its shared namespace is on the way: what is there keeps its durability.
         namespace.raise_durability(plan.durability)
-        tenant = self._space.index.tenants.get(plan.tenant)
-        owner = tenant or namespace.owner
+        part = namespace.part(self._space.index.tenants.get(plan.tenant))
         first, users = len(plan.prefix), self._users(plan)
         for position, (key,) in enumerate(split_keys(plan.keys[first * KEY_BYTES :]), first):
             if plan.steps <= 0:
@@ -109,7 +108,7 @@ class StorePlans:
                 chunk.pins += 1  # it may have been added after planning began, then `found` does not pin it
             else:
                 self._space.protections.returned((namespace.id, key))
-            slots = self._space.allocate_slots(plan, owner)
+            slots = self._space.allocate_slots(plan, part.owner)
             if slots is None:
                 if chunk is not None:
                     chunk.pins -= 1
@@ -120,7 +119,7 @@ class StorePlans:
                 break
             is_new = chunk is None
             if chunk is None:
-                chunk = self._space.index.add_chunk(namespace, key, tenant)
+                chunk = self._space.index.add_chunk(namespace, key, part)
                 chunk.pins += 1
             if is_new:
                 if users is not None and users[0] is not None:

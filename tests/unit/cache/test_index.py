@@ -29,7 +29,7 @@ def test_a_namespace_is_kept_only_while_it_holds_chunks() -> None:
 def test_a_namespace_of_a_tenants_chunks_alone_is_found_while_it_holds_chunks() -> None:
     index = Index()
     namespace, tenant = index.find_or_make_namespace(ONE, one_group(1)), index.owner_of_share("tenant:t")
-    chunk = index.add_chunk(namespace, A, tenant)
+    chunk = index.add_chunk(namespace, A, namespace.part(tenant))
     assert index.find_namespace(ONE) is namespace
     assert index.find_chunks(ONE, A) == [chunk]
     assert (tenant.chunks, index.model("").chunks, index.chunk_count) == (1, 0, 1)
