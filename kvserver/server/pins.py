@@ -37,7 +37,7 @@ class PinRequest:
     ttl_seconds: float
     owner: str = "operator"
     id: str = ""  # "": one that nothing else has
-    tenant: str = ""  # of a request
+    tenant: str = ""  # to whom what L1 lacks will belong
     tail: bytes | None = None  # keys of the blocks behind the last chunk, of a request, which stores all that L1 lacks
 
     def chunk_keys(self, first: int, last: int) -> bytes:

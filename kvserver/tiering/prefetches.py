@@ -63,7 +63,13 @@ class Prefetches:
         return next((each for each in instances if each.coverages and each.described_prefix == namespace), None)
 
     def begin(
-        self, instance: Instance, namespace: bytes, keys: bytes, of_variant: Durability, seconds: float
+        self,
+        instance: Instance,
+        namespace: bytes,
+        keys: bytes,
+        of_variant: Durability,
+        seconds: float,
+        tenant: str = "",
     ) -> Prefetch:
         """REQUIRES: fewer than MOST_PREFETCHES, and an instance that reads the namespace."""
         spec, now = instance.any_worker().spec, self._clock()
@@ -71,7 +77,9 @@ class Prefetches:
             secrets.token_hex(8), instance.model_name, namespace, keys, spec.chunk_tokens, now + seconds, time.time() + seconds
         )  # fmt: skip
         self.live[prefetch.id] = prefetch
-        lookup = Lookup(f"prefetch {prefetch.id}", "", "", spec.chunk_blocks, keys, durability=of_variant)
+        lookup = Lookup(
+            f"prefetch {prefetch.id}", "", "", spec.chunk_blocks, keys, durability=of_variant, tenant=tenant
+        )
         prefetch.fill = self._storage.prefetch(
             lookup, namespace, instance, int(prefetch.deadline * 1e9), partial(self._lease, prefetch), partial(self.end, prefetch)
         )  # fmt: skip

@@ -96,6 +96,7 @@ def test_without_l2_a_prefetch_is_rejected(make_daemon: MakeDaemon, make_worker:
         ({"ttl_seconds": 0}, 400, "bad_query"),
         ({"ttl_seconds": 601}, 400, "bad_query"),
         ({"ttl_seconds": "long"}, 400, "bad_query"),
+        ({"tenant": "two words"}, 400, "bad_query"),
         ({"content_type": "text/plain"}, 415, "media_type"),
     ],
 )

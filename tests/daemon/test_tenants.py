@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.daemon import KVSERVER, Daemon, wait_until
 from support.kept_l1 import restart
-from support.pins import pins
+from support.pins import KEYS, TOKENS, describe, pins, post
 from support.worker import Worker, make_keys
 
 from kvserver.protocol import AwaitFill, LookupReply
@@ -110,11 +110,28 @@ def test_what_is_read_from_l2_belongs_to_the_tenant_that_reads_it(
     daemon.terminate()
     daemon.start()
     with make_worker(daemon) as worker:
+        assert owned(daemon) == {}
         message = worker.lookup_message(PROMPT, tenant="b")
         reply = worker.ask(message, LookupReply)
         assert (reply.hit_chunks, reply.fill_chunks) == (0, len(PROMPT)), "a tier knows no tenants"
         assert worker.ask(AwaitFill(message, 10_000), LookupReply).hit_chunks == len(PROMPT)
         assert owned(daemon) == {"tenant:b": len(PROMPT)}
+
+
+def test_what_a_prefetch_reads_belongs_to_the_tenant_that_it_names(
+    make_daemon: MakeDaemon, make_worker: MakeWorker, tmp_path: Path
+) -> None:
+    daemon = make_daemon(share=[A], l2=f"file://{tmp_path}/l2?size=64MiB")
+    with make_worker(daemon) as worker:
+        store(worker, KEYS)
+        wait_until(lambda: daemon.status()["l2"][0]["objects"] == len(KEYS), what="they are written")
+    daemon.terminate()
+    daemon.start()
+    with make_worker(daemon) as worker:
+        describe(worker)
+        query = {"page": "/cache/prefetches", "tokens": TOKENS, "tenant": "a"}
+        wait_until(lambda: post(daemon, **query)[0] == 200, what="the engine is described")
+        wait_until(lambda: owned(daemon) == {"tenant:a": len(KEYS)}, what="they are read")
 
 
 def test_a_restart_keeps_whose_a_chunk_is_and_a_tenant_without_a_share_then_leaves_it_to_its_model(
