@@ -67,7 +67,8 @@ def be_refused(daemon: Daemon, worker: Worker) -> None:
 
 def main(folder: Path) -> None:
     daemon = Daemon(
-        l1_size="1MiB", l2=f"file://{folder}/l2?size=64MiB", metrics_sample_rate=1, kv_events_endpoint="tcp://127.0.0.1:0", simulated_gpus=1
+        l1_size="1MiB", l2=f"file://{folder}/l2?size=64MiB", metrics_sample_rate=1, kv_events_endpoint="tcp://127.0.0.1:0", simulated_gpus=1,
+        share="tenant:t=0.1",
     ).start()  # fmt: skip
     try:
         with Worker(daemon.endpoint, gpu=GPUS[0]) as worker:

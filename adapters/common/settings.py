@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from kvserver.protocol import allowed_values, default_endpoint, failed_field
+from kvserver.protocol import TENANT, allowed_values, default_endpoint, failed_field
 
 PREFIX = "kvserver."
 
@@ -73,6 +73,13 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):
             description="How long sleep mode waits for the daemon to close its mappings of the KV cache. After that sleep fails if a load may still write; if none may, sleep goes on and the GPU memory is free once the daemon has closed its mappings.",
         ),
     ] = 5_000.0
+    tenant: Annotated[
+        str,
+        Meta(
+            pattern=TENANT,
+            description="The tenant to whom the engine's chunks belong, if the daemon has a `--share tenant:NAME` for it: up to 64 letters, digits, dots, hyphens and underscores. It keeps a part of L1 and isolates nothing: tenants share prefixes, and cache salts do not.",
+        ),
+    ] = ""
 
 
 S = TypeVar("S", bound=CommonSettings)

@@ -52,6 +52,7 @@ class StoreSpec(CopySpec):
     step: int = 0  # that computed the last of its KV
     session_id: str = ""  # of the request
     session_salt: bytes | None = None
+    tenant: str = ""
 
 
 def ids_of(spec: CopySpec) -> list[int]:

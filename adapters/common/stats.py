@@ -31,6 +31,7 @@ COUNTERS = {
     "late_fills": "Fills that kvserver did not answer in time.",
     "bad_wishes": "Values in kv_transfer_params of requests that kvserver does not know, and ignored.",
     "refused_pins": "Pins that requests asked for and the engine's configuration does not allow (kvserver.trust_request_pins).",
+    "refused_tenants": "Tenants that requests named and the engine's configuration does not allow (kvserver.trust_request_pins).",
     "unknown_hints": "Actions in kv_hints of requests that kvserver does not know, and left alone.",
     "prefix_resets": "Resets of the prefix cache after which the engine shares KV with itself only, since its weights may have changed.",
     "replaced_lora_requests": "Times that a request was kept from the cache, since the files of its LoRA were replaced.",

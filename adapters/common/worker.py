@@ -181,6 +181,7 @@ class WorkerHalf:
             **fields, request_id=named, contents=contents,
             group=spec.group, dropped=spec.dropped, first_chunk=spec.first_chunk, after=spec.after,
             durability=spec.durability, session_id=spec.session_id, session_salt=spec.session_salt,
+            tenant=spec.tenant,
         )  # fmt: skip
 
     # ---- copies end ---------------------------------------------------------------------------

@@ -73,6 +73,7 @@ class RankCache:
         self._half = WorkerHalf(settings, send_queue, faults, rank, worker_link)
         self._own_work_seconds = settings.load_wait_ms / 1000
         self._budget = Budget(settings.load_wait_ms / 1000, settings.load_share, page_tokens)
+        self._tenant = settings.tenant
         self._epochs = WeightEpochs(names.incarnation, settings.on_prefix_reset)
         self._failed = FailedLoads()
         self._last_copy = 0
@@ -131,6 +132,7 @@ class RankCache:
             epochs.variant,
             durability=epochs.durability,
             boundaries=self._groups > 1,
+            tenant=self._tenant,
         )
 
     def load(self, request_id: str, parts: list[Part]) -> tuple[list[int], LoadEnd]:
@@ -170,7 +172,7 @@ class RankCache:
             StoreSpec(
                 number, f"store-{numbers[0]}", self._epochs.variant, CHUNK_PAGES, packed(part.keys),
                 pack_blocks(part.rows), group=part.group, durability=self._epochs.durability, step=numbers[0],
-                session_id=session_id if len(session_id) <= MAX_SESSION_ID else "",
+                session_id=session_id if len(session_id) <= MAX_SESSION_ID else "", tenant=self._tenant,
             )
             for number, part in zip(numbers, parts, strict=True)
         ]  # fmt: skip

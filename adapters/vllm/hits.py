@@ -100,6 +100,7 @@ class Hits:
             session_salt=session_salt,
             pin_seconds=wishes.pin_seconds or None,
             handed_over=HandOver(wishes.prefilled_by, wishes.prefilled_tokens) if wishes.prefilled_tokens else None,
+            tenant=wishes.tenant,
         )
 
     def tokens_to_load(self, state: RequestState, local_tokens: int, has_all: bool) -> int | None:

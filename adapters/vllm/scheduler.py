@@ -34,7 +34,7 @@ from kvserver.adapters.vllm.sleeps import Sleeps
 from kvserver.adapters.vllm.storing import Storing
 from kvserver.adapters.vllm.support import rehashes_sessions
 from kvserver.adapters.vllm.variants import Variants
-from kvserver.adapters.vllm.wishes import TrustedPins, hinted, not_pinned, wishes_of, wishes_of_turn
+from kvserver.adapters.vllm.wishes import TrustedWishes, hinted, not_pinned, wishes_of, wishes_of_turn
 from kvserver.protocol import HelloReply
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class SchedulerHalf:
         self._stale_hashes = False  # vLLM's own cache may have blocks under hashes of other tokens
         self._requests = Requests(faults)
         self._instance_id, self._only_stores = facts.names.instance_id, not facts.loads
-        self._pins = TrustedPins(settings.trust_request_pins, self.counters)
+        self._trusted = TrustedWishes(settings.trust_request_pins, settings.tenant, self.counters)
         self._plan = StepPlan()
         self._variants = variants = Variants(
             f"{facts.names.instance_id}/{facts.names.incarnation}",
@@ -117,7 +117,7 @@ class SchedulerHalf:
         self._variants.are_files_same(request, since)  # begins the look
         asked = wishes_of(request.kv_transfer_params, self.counters)
         asked = hinted(asked, getattr(request, "kv_hints", None), self.counters)  # vLLM before 0.32 has none
-        wishes = self._pins.allowed(asked)
+        wishes = self._trusted.allowed(asked)
         state = RequestState(
             request=request,
             variant=variant,
@@ -159,7 +159,7 @@ class SchedulerHalf:
         turn, request = turn_of(state.request), state.request
         if request.resumable and (turn[0] != state.turn[0] or turn[1] is not state.turn[1]):
             asked = wishes_of_turn(request.sampling_params, state.wishes, self.counters)
-            wishes = self._pins.allowed(asked)
+            wishes = self._trusted.allowed(asked)
             if asked is not state.wishes:
                 state.pin = not_pinned(asked, wishes)
             state.begin_turn(self._variants.of(request), wishes)

@@ -55,7 +55,7 @@ class AdapterSettings(CommonSettings, frozen=True, kw_only=True):
     trust_request_pins: Annotated[
         bool,
         Meta(
-            description="Set to true if every client of this engine may pin prompts in L1 (`kvserver.pin_seconds`), within the daemon's `--pin-share`. If false, such wishes are counted and do nothing."
+            description="Set to true if every client of this engine may pin prompts in L1 (`kvserver.pin_seconds`), within the daemon's `--pin-share`, and may name the tenant to whom its chunks belong (`kvserver.tenant`). If false, such wishes are counted and do nothing."
         ),
     ] = False
     weights_version: Annotated[

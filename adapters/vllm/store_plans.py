@@ -206,6 +206,7 @@ class StorePlanner:
             after=self._key_before(state.request, chunks.start) if linked else None,
             session_id=session_id,
             session_salt=session_salt,
+            tenant=state.wishes.tenant,
         )
         self._pins.add(store.copy_id, block_ids)
         undo = self._undo(state, chunks.start, chunks.start * self._chunks.blocks)

@@ -9,13 +9,14 @@ Owns: the form and meaning of the wishes.
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvserver.protocol import MAX_PIN_SECONDS, MAX_SESSION_ID
+from kvserver.protocol import MAX_PIN_SECONDS, MAX_SESSION_ID, TENANT
 
 log = logging.getLogger("vllm.kvserver")
 
@@ -33,6 +34,7 @@ class Wishes:
     pin_seconds: float = 0.0  # how long its prompt should stay in L1
     prefilled_tokens: int = 0  # of its prompt, which another engine has computed and stores
     prefilled_by: str = ""  # that engine
+    tenant: str = ""  # to whom its chunks belong; "": the engine's
 
 
 NONE = Wishes()
@@ -64,21 +66,28 @@ def hinted(wishes: Wishes, hints: Any, counters: Counter[str]) -> Wishes:
     return wishes
 
 
-class TrustedPins:
-    """Pins are wished as the requests state, or counted as refused. `trusts`: of the engine's configuration."""
+class TrustedWishes:
+    """Pins and tenants are wished as the requests state, or counted as refused. `trusts`, and the engine's own `tenant`: of its configuration."""
 
-    def __init__(self, trusts: bool, counters: Counter[str]) -> None:
-        self._trusts, self._counters = trusts, counters
+    def __init__(self, trusts: bool, tenant: str, counters: Counter[str]) -> None:
+        self._trusts, self._tenant, self._counters = trusts, tenant, counters
 
     def allowed(self, wishes: Wishes) -> Wishes:
-        if not wishes.pin_seconds or self._trusts:
+        if wishes.pin_seconds and not self._trusts:
+            self._refuse("pin")
+            wishes = replace(wishes, pin_seconds=0.0)
+        if wishes.tenant == self._tenant or (wishes.tenant and self._trusts):
             return wishes
-        self._counters["refused_pins"] += 1
-        if self._counters["refused_pins"] == 1:
+        if wishes.tenant:
+            self._refuse("tenant")
+        return replace(wishes, tenant=self._tenant)
+
+    def _refuse(self, what: str) -> None:
+        self._counters[f"refused_{what}s"] += 1
+        if self._counters[f"refused_{what}s"] == 1:
             log.warning(
-                "a request asks for a pin, and kvserver.trust_request_pins is not set. Further ones are only counted"
+                "a request states a %s, and kvserver.trust_request_pins is not set. Further ones are only counted", what
             )
-        return replace(wishes, pin_seconds=0.0)
 
 
 def not_pinned(asked: Wishes, allowed: Wishes) -> str:
@@ -107,6 +116,8 @@ def _with(wishes: Wishes, name: str, value: object) -> Wishes | None:
         return replace(wishes, session_id=value)
     if name == "pin_seconds" and isinstance(value, (int, float)) and not isinstance(value, bool):
         return replace(wishes, pin_seconds=float(value)) if 0 < value <= MAX_PIN_SECONDS else None
+    if name == "tenant" and isinstance(value, str) and value and re.fullmatch(TENANT, value):
+        return replace(wishes, tenant=value)
     if name == "pin":  # of an earlier answer, which a router may pass on
         return wishes
     if name == "prefilled_tokens" and isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31:
@@ -126,7 +137,8 @@ def _refused(wishes: Wishes, name: str, counters: Counter[str]) -> Wishes:
         log.warning(
             "kv_transfer_params of a request: %.100r has no such value, and is ignored; known are %sno_store (true or false), "
             "%smax_load_tokens (0 or more), %stiers ([], ['l1'] or ['l1', 'l2']), %spin_seconds (up to a week), %ssession_id (up to 256 characters), "
-            "and %sprefilled_tokens and %sprefilled_by of another engine's answer. Further ones are only counted",
-            name, _PREFIX, _PREFIX, _PREFIX, _PREFIX, _PREFIX, _PREFIX, _PREFIX,
+            "%stenant (up to 64 letters, digits, dots, hyphens and underscores), and %sprefilled_tokens and %sprefilled_by of another engine's answer. "
+            "Further ones are only counted",
+            name, *[_PREFIX] * 8,
         )  # fmt: skip
     return wishes

@@ -1,7 +1,7 @@
 """The decisions of L1: which chunks are resident, in which pages, and which are evicted."""
 
 from kvserver.cache.cache import Cache
-from kvserver.cache.chunk import Chunk, Namespace
+from kvserver.cache.chunk import Chunk, ModelUse, Namespace
 from kvserver.cache.eviction import POLICIES
 from kvserver.cache.groups import WHOLE_CHUNKS, GroupObjects, Groups, one_group
 from kvserver.cache.index import ChunkRows, Index, split_keys

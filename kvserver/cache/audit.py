@@ -19,8 +19,8 @@ def audit(space: Space) -> None:
     tails: Counter[ModelUse] = Counter()
     pages: Counter[ModelUse] = Counter()
     for chunk in space.index:
-        (tails if chunk.namespace.groups.tails else chunks)[chunk.namespace.model] += 1
-        pages[chunk.namespace.model] += chunk.page_count
+        (tails if chunk.namespace.groups.tails else chunks)[chunk.namespace.owner] += 1
+        pages[chunk.namespace.owner] += chunk.page_count
         leases += chunk.leases
         pins += chunk.pins
         masks = chunk.namespace.groups.masks
@@ -29,16 +29,16 @@ def audit(space: Space) -> None:
         assert chunk.leases or chunk.pins or space.policy.tracks(chunk), "an idle chunk that eviction cannot find"
     count = chunks.total()
     assert count == space.index.chunk_count, f"{count} chunks, the index counts {space.index.chunk_count}"
-    models = space.index.models
+    owners = [*space.index.models.values(), *space.index.tenants.values()]
     assert tails.total() == space.index.tail_blocks, (
         f"{tails.total()} blocks of tails, {space.index.tail_blocks} counted"
     )
-    assert all(tails[model] == model.tail_blocks for model in models.values()), "a model's tails are counted wrongly"
-    assert all(chunks[model] == model.chunks for model in models.values()), "chunks of a model are counted wrongly"
-    evicted = sum(model.evicted_chunks for model in models.values())
-    assert evicted == space.evicted_chunks, f"models count {evicted} evictions of {space.evicted_chunks}"
-    used = sum(model.pages for model in models.values())
-    assert used == space.pool.used_pages, f"models count {used} pages, {space.pool.used_pages} are used"
+    assert all(tails[each] == each.tail_blocks for each in owners), "an owner's tails are counted wrongly"
+    assert all(chunks[each] == each.chunks for each in owners), "chunks of an owner are counted wrongly"
+    evicted = sum(each.evicted_chunks for each in owners)
+    assert evicted == space.evicted_chunks, f"owners count {evicted} evictions of {space.evicted_chunks}"
+    used = sum(each.pages for each in owners)
+    assert used == space.pool.used_pages, f"owners count {used} pages, {space.pool.used_pages} are used"
     all_leases = list(space.leases)
     assert len(all_leases) == space.leases.count, f"{len(all_leases)} leases, {space.leases.count} counted"
     in_leases = sum(not chunk.detached for lease in all_leases for chunk in lease.chunks) + space.protections.audit()
@@ -46,5 +46,5 @@ def audit(space: Space) -> None:
     assert pins <= space.pins, f"chunks count {pins} pins, open plans {space.pins}"
     space.sessions.audit(space.index, all_chunks=space.pins == 0)
     if space.pins == 0:
-        assert all(pages[model] == model.pages for model in models.values()), "pages of a model are counted wrongly"
+        assert all(pages[each] == each.pages for each in owners), "pages of an owner are counted wrongly"
         assert pages.total() == used, f"chunks have {pages.total()} pages, {used} are used"

@@ -77,7 +77,7 @@ def _unlease(chunks: Iterable[Chunk]) -> None:
 
 
 class Cache:
-    """The face of L1. `shares`: the fraction of L1 that is kept for a model, by its name; at most 1 together."""
+    """The face of L1. `shares`: the fraction of L1 that is kept for a model or tenant, by its name in --share; at most 1 together."""
 
     def __init__(self, pool: PagePool, policy: EvictionPolicy, shares: Mapping[str, Decimal] = NO_SHARES) -> None:
         self.space = space = Space(pool, policy, shares)
@@ -230,7 +230,7 @@ class Cache:
                 protection.note = f"no_room: {left} blocks at its end do not fit into --pin-share"
         else:
             wanted = b""
-        if not boundary and self.protections.room(protection.model) <= 0:
+        if not boundary and self.protections.room(protection) <= 0:
             wanted = b""
         self.protections.add(protection, [(protection.namespace, key) for (key,) in split_keys(wanted)])
         self.protections.arrived(
@@ -256,7 +256,7 @@ class Cache:
         for _ in range(_BOUNDARIES_TRIED if namespace is not None else 0):
             assert namespace is not None
             chunks, boundary, _ = _lease(namespace, keys)
-            fits = self.protections.fitting(namespace.model, chunks)
+            fits = self.protections.fitting(chunks)
             if fits == len(chunks):
                 self.protections.protect(protection, chunks)
             _unlease(chunks)

@@ -7,7 +7,7 @@ An object is FILLING until the bytes of its every slot were copied whole, then R
 cleared or if it left the index: lookups do not find it, and its pages are freed when its last pin ends. The objects of a chunk
 age together and are evicted together.
 
-Owns: a chunk's state and slots, its namespace, and the counts of a model. Refuses to know: what pages contain, deadlines of
+Owns: a chunk's state and slots, its namespace, and the counts of an owner. Refuses to know: what pages contain, deadlines of
 leases, copies. One thread uses it.
 """
 
@@ -25,7 +25,11 @@ from kvserver.protocol import Durability
 
 
 class ModelUse:
-    """Use of L1 by one model. `pages` includes the pages of detached chunks until they are freed. `share_pages` are kept for the model."""
+    """Use of L1 by one owner of chunks: a tenant with a share, or a model.
+
+    `pages` includes the pages of detached chunks until they are freed. `share_pages` are kept for the owner. A model does not count the
+    chunks of tenants.
+    """
 
     __slots__ = ("chunks", "evicted_chunks", "never_loaded_chunks", "pages", "share_pages", "tail_blocks")
 
@@ -39,14 +43,21 @@ class ModelUse:
 
 
 class Namespace:
-    """Chunks that one set of engines may share. Setting `cleared` detaches all of them at once."""
+    """Chunks that one set of engines may share. Setting `cleared` detaches those of the same owner at once.
 
-    __slots__ = ("_left", "chunks", "cleared", "durability", "groups", "id", "model")
+    The chunks of a tenant name a part of the namespace, which has the same table and another owner. So no chunk needs more memory for its
+    owner, and owners have no effect on what is found. The index has the namespace alone, which knows its parts.
+    """
 
-    def __init__(self, id: bytes, groups: Groups, model: ModelUse) -> None:
+    __slots__ = ("_left", "chunks", "cleared", "count", "durability", "groups", "id", "model", "owner", "parts")
+
+    def __init__(self, id: bytes, groups: Groups, model: ModelUse, owner: ModelUse | None = None) -> None:
         self.id = id
         self.groups = groups
         self.model = model
+        self.owner = owner or model  # of the chunks that name it
+        self.count = 0  # of these chunks
+        self.parts: dict[ModelUse, Namespace] = {}  # by owner; a part has none
         self.chunks: KeyTable[Chunk] = KeyTable(secrets.randbits(64))  # by key
         self.cleared = False
         self.durability = (
@@ -58,9 +69,24 @@ class Namespace:
     def left(self) -> Namespace:
         """The namespace of the chunks that have left this one: it is cleared, and equal in all else."""
         if self._left is None:
-            self._left = Namespace(self.id, self.groups, self.model)
+            self._left = Namespace(self.id, self.groups, self.model, self.owner)
             self._left.cleared = True
         return self._left
+
+    def part(self, tenant: ModelUse | None) -> Namespace:
+        """The part of the tenant's chunks; of no tenant: the namespace itself. REQUIRES: it is no part."""
+        if tenant is None:
+            return self
+        part = self.parts.get(tenant)
+        if part is None:
+            part = self.parts[tenant] = Namespace(self.id, self.groups, self.model, tenant)
+            part.chunks, part.durability = self.chunks, self.durability
+        return part
+
+    def raise_durability(self, durability: Durability) -> None:
+        if durability > self.durability:
+            for each in (self, *self.parts.values()):
+                each.durability = durability
 
 
 class Chunk:
@@ -162,7 +188,7 @@ class Chunk:
 
     def count_pages(self, more: int) -> None:
         """Its slots have so many pages more."""
-        self.namespace.model.pages += more
+        self.namespace.owner.pages += more
         if self.session is not None:
             self.session.pages += more
 

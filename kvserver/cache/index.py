@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from kvserver.cache.chunk import Chunk, ModelUse, Namespace
 from kvserver.cache.groups import Groups
-from kvserver.protocol import KEY_BYTES, OTHER, bounded
+from kvserver.protocol import KEY_BYTES, OTHER, TENANT_PREFIX, bounded
 
 _KEY = struct.Struct(f"{KEY_BYTES}s")
 
@@ -41,6 +41,7 @@ class Index:
         self.chunk_count = 0
         self.tail_blocks = 0  # which are not among the chunks
         self.models: dict[str, ModelUse] = {}  # by name, also models without chunks; at most MOST_MODELS and OTHER
+        self.tenants: dict[str, ModelUse] = {}  # by name: those with a share, which are the only ones that own chunks
 
     def find_namespace(self, id: bytes) -> Namespace | None:
         return self._namespaces.get(id)
@@ -66,25 +67,40 @@ class Index:
     def model(self, name: str) -> ModelUse:
         return self.models.setdefault(bounded(name, self.models), ModelUse())
 
-    def add_chunk(self, namespace: Namespace, key: bytes) -> Chunk:
+    def owner_of_share(self, name: str) -> ModelUse:
+        """The tenant or the model, by its name in --share."""
+        if name.startswith(TENANT_PREFIX):
+            return self.tenants.setdefault(name.removeprefix(TENANT_PREFIX), ModelUse())
+        return self.model(name)
+
+    def add_chunk(self, namespace: Namespace, key: bytes, part: Namespace | None = None) -> Chunk:
+        """Add a chunk of the namespace itself, or of its part."""
         if not namespace.chunks:  # it is new, or detach_chunk() dropped it when it became empty
             self._namespaces[namespace.id] = namespace
-        chunk = self._make_chunk(namespace, key)
+        part = part or namespace
+        chunk = self._make_chunk(part, key)
         namespace.chunks.add(key, chunk)
-        self._count(namespace, 1)
+        self._count(part, 1)
         return chunk
 
     def add_rows(
-        self, namespace: Namespace, wanted: bytes, rows: ChunkRows, done: int, ready: int
+        self,
+        namespace: Namespace,
+        wanted: bytes,
+        rows: ChunkRows,
+        done: int,
+        ready: int,
+        part: Namespace | None = None,
     ) -> list[Chunk | None]:
         """Add the chunks of the wanted rows whose key is absent, as add_chunk() adds one; None for the other rows."""
-        prototype = self._make_chunk(namespace, b"")
+        part = part or namespace
+        prototype = self._make_chunk(part, b"")
         prototype.set_slots(b"", done, ready)
         added = namespace.chunks.add_copies(prototype, wanted, *rows)
         count = len(added) - added.count(None)
         if count:
             self._namespaces[namespace.id] = namespace
-            self._count(namespace, count)
+            self._count(part, count)
         return added
 
     def detach_chunk(self, chunk: Chunk) -> None:
@@ -93,15 +109,16 @@ class Index:
         namespace.chunks.remove(chunk.key)
         chunk.namespace = namespace.left
         self._count(namespace, -1)
-        if not namespace.chunks and self._namespaces.get(namespace.id) is namespace:
+        if not namespace.chunks and self._namespaces[namespace.id].chunks is namespace.chunks:
             del self._namespaces[namespace.id]
 
     def detach_namespace(self, id: bytes) -> Namespace | None:
         """Detach a whole namespace; the caller frees its chunks later."""
         namespace = self._namespaces.pop(id, None)
         if namespace is not None:
-            namespace.cleared = True
-            self._count(namespace, -len(namespace.chunks))
+            for each in (namespace, *namespace.parts.values()):
+                each.cleared = True
+                self._count(each, -each.count)
         return namespace
 
     @property
@@ -110,12 +127,13 @@ class Index:
         return self.chunk_count + self.tail_blocks
 
     def _count(self, namespace: Namespace, more: int) -> None:
+        namespace.count += more
         if namespace.groups.tails:
             self.tail_blocks += more
-            namespace.model.tail_blocks += more
+            namespace.owner.tail_blocks += more
         else:
             self.chunk_count += more
-            namespace.model.chunks += more
+            namespace.owner.chunks += more
 
     def namespaces(self) -> list[Namespace]:
         return list(self._namespaces.values())

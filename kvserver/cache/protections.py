@@ -5,8 +5,8 @@ is a protection's. Reads do not extend a protection.
 
 A protection may name chunks that L1 lacks. Each is protected once it is READY, if the bound then has room for it.
 
-What is protected is at most `fraction` of each part of L1: of a model's share for that model, and of the rest for all others together.
-So no protection keeps a model from its share.
+What is protected is at most `fraction` of each part of L1: of an owner's share for that owner's chunks, and of the rest for all other chunks together.
+So no protection keeps a model or a tenant from its share.
 
 What protections cost others is known from an L1 without them. To the policy a use of a protected chunk is like any other use. So it grows
 old, and an eviction passes over it once and evicts another chunk instead. `_displaced` has what was passed over or evicted: without
@@ -69,6 +69,7 @@ class Protection:
     arrived: bool = False  # a chunk did, after the last expire()
     note: str = ""  # what is not protected, and why; "": all of the prompt's chunks are, or will be
     session: SessionKey | None = None  # whose request, or name, it is of; its namespace is that of all LoRAs together
+    tenant: ModelUse | None = None  # that will own what its request stores; None: the model does
 
 
 @dataclass(slots=True)
@@ -79,7 +80,7 @@ class _ProtectedChunk:
 
 
 class Protections:
-    """`pages`: of L1; `shares`: pages of it by model."""
+    """`pages`: of L1; `shares`: pages of it by owner."""
 
     def __init__(self, pages: int, shares: Mapping[ModelUse, int], policy: EvictionPolicy) -> None:
         self.fraction = 0.0  # of L1 that may be protected; the daemon sets it once
@@ -87,7 +88,7 @@ class Protections:
         self._live: dict[str, Protection] = {}
         self._ending: deque[Protection] = deque()  # ended, with chunks that are still leased
         self._protected: dict[Chunk, _ProtectedChunk] = {}
-        self._charged: Counter[ModelUse | None] = Counter()  # pages by model with a share; None: all others
+        self._charged: Counter[ModelUse | None] = Counter()  # pages by owner with a share; None: all others
         self._wanted: dict[Name, list[Protection]] = {}
         self._names = 0  # protected and wanted, of those that live and of those that end
         self.passed_over = 0  # chunks
@@ -115,32 +116,40 @@ class Protections:
 
     @property
     def bound_pages(self) -> int:
-        """Pages that may be protected of all models together."""
+        """Pages that may be protected of all owners together."""
         return sum(map(self._bound_of, [None, *self._shares]))
 
-    def bound_of(self, model: ModelUse) -> int:
-        """Pages that may be protected of the model, or of all models without a share together if it has none."""
-        return self._bound_of(self._part(model))
+    def bound_of(self, protection: Protection) -> int:
+        """Pages that may be protected of what its request stores: of the owner, or of all owners without a share together if it has none."""
+        return self._bound_of(self._part(protection.tenant or protection.model))
 
-    def room(self, model: ModelUse) -> int:
-        part = self._part(model)
+    def room(self, protection: Protection) -> int:
+        """Pages of bound_of() that are left."""
+        return self._room_of(self._part(protection.tenant or protection.model))
+
+    def _part(self, owner: ModelUse) -> ModelUse | None:
+        return owner if owner in self._shares else None
+
+    def _room_of(self, part: ModelUse | None) -> int:
         return self._bound_of(part) - self._charged[part]
-
-    def _part(self, model: ModelUse) -> ModelUse | None:
-        return model if model in self._shares else None
 
     def _bound_of(self, part: ModelUse | None) -> int:
         return int(
             self.fraction * (self._shares[part] if part is not None else self._pages - sum(self._shares.values()))
         )
 
-    def fitting(self, model: ModelUse, chunks: Sequence[Chunk]) -> int:
-        """Number of these chunks, from the first one on, that can be protected."""
-        room = self.room(model)
+    def fitting(self, chunks: Sequence[Chunk]) -> int:
+        """Number of these chunks, from the first one on, that can be protected. Each uses the room of its owner."""
+        rooms: dict[ModelUse | None, int] = {}
         for number, chunk in enumerate(chunks):
-            room -= 0 if chunk in self._protected else chunk.page_count
+            part = self._part(chunk.namespace.owner)
+            room = rooms.get(part)
+            room = (self._room_of(part) if room is None else room) - (
+                0 if chunk in self._protected else chunk.page_count
+            )
             if room < 0:
                 return number
+            rooms[part] = room
         return len(chunks)
 
     @property
@@ -180,7 +189,7 @@ class Protections:
                 for protection in self._wanted.pop((chunk.namespace.id, chunk.key), ()):
                     protection.wanted.discard((chunk.namespace.id, chunk.key))
                     self._names -= 1
-                    if self.fitting(chunk.namespace.model, [chunk]):
+                    if self.fitting([chunk]):
                         self.protect(protection, [chunk])
                         protection.arrived = True
                     else:
@@ -203,7 +212,7 @@ class Protections:
             chunk.leases += 1
 
     def _charge(self, chunk: Chunk, pages: int) -> None:
-        self._charged[self._part(chunk.namespace.model)] += pages
+        self._charged[self._part(chunk.namespace.owner)] += pages
 
     # ---- end ----------------------------------------------------------------------------------
 
@@ -370,7 +379,7 @@ class Protections:
         )
         charged: Counter[ModelUse | None] = Counter()
         for chunk, protected in self._protected.items():
-            charged[self._part(chunk.namespace.model)] += protected.pages
+            charged[self._part(chunk.namespace.owner)] += protected.pages
         assert charged == +self._charged, "protected pages are counted wrongly"
         assert self._gone_pages == sum(each.gone_pages for each in self._protected.values())
         evicted = sum(pages for each, pages in self._displaced.items() if not isinstance(each, Chunk))

@@ -36,12 +36,13 @@ class Space:
         self.index = Index(policy.make_chunk)
         self.leases = Leases(self._used)
         self.sessions = Sessions(lambda: self.index.chunk_count)
-        share_pages = {self.index.model(name): int(share * pool.pages) for name, share in shares.items()}
+        share_pages = {self.index.owner_of_share(name): int(share * pool.pages) for name, share in shares.items()}
         self._shares = Shares(share_pages)
         self.protections = Protections(pool.pages, share_pages, policy)
         self.evicted_chunks = 0
         self.evicted_pages = 0
         self.cleared_chunks = 0
+        self.other_tenants = 0  # stores and fills that named a tenant without a share
         self.pins = 0  # over all chunks; equals the pins of open plans and loads
         self._garbage: deque[Namespace] = deque()  # cleared namespaces; a freed chunk is removed from its namespace
         self._freed_next: Chunk | None = None  # if it is of the first of these
@@ -81,23 +82,29 @@ class Space:
         self.protections.release_all()
         while self.step(sys.maxsize):
             pass
-        durable = {each for each in self.index.namespaces() if each.durability is not Durability.PROCESS}
+        durable = {
+            part
+            for each in self.index.namespaces()
+            for part in (each, *each.parts.values())
+            if each.durability is not Durability.PROCESS
+        }
         order = [*self.policy.youngest_first(), (self._shares.spared(), False)]
         return [([c for c in chunks if c.ready and c.namespace in durable], protected) for chunks, protected in order]
 
     def adopt_chunks(
-        self, namespace: Namespace, wanted: bytes, rows: ChunkRows, ready: int, protected: bool
+        self, namespace: Namespace, wanted: bytes, rows: ChunkRows, ready: int, protected: bool, tenant: str = ""
     ) -> list[Chunk | None]:
         """Chunks of an earlier daemon, in withheld pages: make each wanted one whose key is absent the oldest, in this order.
 
-        None for the other rows.
+        None for the other rows. `tenant`: their owner, if it has a share.
         """
         done = sum(mask for group, mask in enumerate(namespace.groups.masks) if ready >> group & 1)
-        added = self.index.add_rows(namespace, wanted, rows, done, ready)
+        part = namespace.part(self.index.tenants.get(tenant))
+        added = self.index.add_rows(namespace, wanted, rows, done, ready, part)
         chunks = [chunk for chunk in added if chunk is not None]
         whole = len(chunks) == len(added)
         slots = rows.extents if whole else b"".join([chunk.joined_slots for chunk in chunks])
-        namespace.model.pages += self.pool.use_withheld(slots)
+        part.owner.pages += self.pool.use_withheld(slots)
         self.policy.append(chunks, protected)
         self.protections.arrived(chunks)
         return added
@@ -129,7 +136,11 @@ class Space:
             namespace = self._garbage[0]
             if namespace.chunks:
                 chunk = self._freed_next
-                if chunk is None or chunk.namespace is not namespace or namespace.chunks.get(chunk.key) is None:
+                if (
+                    chunk is None
+                    or chunk.namespace.chunks is not namespace.chunks
+                    or namespace.chunks.get(chunk.key) is None
+                ):
                     chunk = namespace.chunks.pop()  # one that was removed while it is read may still be followed
                 else:
                     namespace.chunks.remove(chunk.key)
@@ -163,16 +174,16 @@ class Space:
         slots = chunk.remove_slots()
         self.pool.free_pages(slots)
         pages = page_count(slots)
-        chunk.namespace.model.pages -= pages
+        chunk.namespace.owner.pages -= pages
         chunk.ready = 0
         self.policy.untrack(chunk)
         return pages
 
-    def allocate_slots(self, plan: StorePlan, model: ModelUse) -> list[bytes] | None:
+    def allocate_slots(self, plan: StorePlan, owner: ModelUse) -> list[bytes] | None:
         """All of one chunk's slots, or None and none."""
         slots: list[bytes] = []
         while len(slots) < len(plan.slots):
-            slot = self._allocate_slot(plan, model)
+            slot = self._allocate_slot(plan, owner)
             if slot is None:
                 for allocated in slots:
                     self.pool.free_pages(allocated)
@@ -180,7 +191,7 @@ class Space:
             slots.append(slot)
         return slots
 
-    def _allocate_slot(self, plan: StorePlan, model: ModelUse) -> bytes | None:
+    def _allocate_slot(self, plan: StorePlan, owner: ModelUse) -> bytes | None:
         """Allocate one slot of one chunk, evicting as needed. None if `plan.steps` are used up or no chunk may be evicted."""
         while (slot := self.pool.allocate_pages(plan.pages)) is None:
             if plan.steps <= 0:
@@ -193,7 +204,7 @@ class Space:
                 if done := self._end_one_claim():
                     plan.steps -= done
                     continue
-                chunk = self._shares.pop_own(model)
+                chunk = self._shares.pop_own(owner)
                 if chunk is None:
                     plan.full = True
                     return None
@@ -222,8 +233,8 @@ class Space:
             self.evicted_pages += self._free_chunk(chunk)
             return
         self.evicted_chunks += 1
-        chunk.namespace.model.evicted_chunks += 1
-        chunk.namespace.model.never_loaded_chunks += bool(chunk.ready) and not chunk.loaded
+        chunk.namespace.owner.evicted_chunks += 1
+        chunk.namespace.owner.never_loaded_chunks += bool(chunk.ready) and not chunk.loaded
         pages = self._free_chunk(chunk)
         self.evicted_pages += pages
         self.protections.evicted((chunk.namespace.id, chunk.key), pages)

@@ -44,4 +44,5 @@ class StorePlan:
     after: tuple[bytes, bytes] | None = None  # of a tail: (namespace id, key) of the chunk before it
     durability: Durability = Durability.PROCESS  # who can find later what is stored
     session: SessionKey | None = None  # of the new chunks; None: they are shared
+    tenant: str = ""  # of the new chunks; without a share they are their model's
     shares: bool = False  # the chunks that it found are used by no session, and shared from now on

@@ -41,6 +41,7 @@ class StorePlans:
         after: tuple[bytes, bytes] | None = None,
         durability: Durability = Durability.PROCESS,
         session: SessionKey | None = None,
+        tenant: str = "",
         shares: bool = True,
     ) -> StorePlan:
         """Allocate slots for the objects of `group` of which none of these slots is there yet, and pin their chunks.
@@ -48,6 +49,7 @@ class StorePlans:
         - `after`: of a tail, (namespace id, key) of the chunk before it.
         - `slots`: the numbers of one rank's slot in each chunk, or of all ranks' slots.
         - `places`: the places of the keys among those that all ranks store together, if not from 0 on.
+        - `tenant`: of the request, which new chunks belong to if it has a share.
         - `session`: of the request, which new chunks are of. Without one they are shared for good, and those of a full group that
           are found. `shares` is False of a fill, whose lookup stated the session.
 
@@ -68,9 +70,10 @@ class StorePlans:
         fitting = len(range(places.start, min(places.stop, room), places.step))
         plan = StorePlan(
             group, slots, groups, namespace_id, model_name, keys[: fitting * KEY_BYTES], pages,
-            complete=False, after=after, durability=durability,
+            complete=False, after=after, durability=durability, tenant=tenant,
         )  # fmt: skip
         plan.no_space = count - fitting
+        self._space.other_tenants += tenant != "" and tenant not in self._space.index.tenants
         plan.session, plan.shares = session, shares and bool(groups.full >> group & 1)
         plan.found = [chunk for chunk in self._space.index.find_chunks(namespace_id, plan.keys) if chunk is not None]
         self._space.pin_chunks(plan.found)
@@ -87,7 +90,8 @@ class StorePlans:
         plan.steps = steps
         namespace = self._space.index.find_or_make_namespace(plan.namespace_id, plan.groups, plan.model_name)
         # An engine may become private while a store of its shared namespace is on the way: what is there keeps its durability.
-        namespace.durability = max(namespace.durability, plan.durability)
+        namespace.raise_durability(plan.durability)
+        part = namespace.part(self._space.index.tenants.get(plan.tenant))
         first, users = len(plan.prefix), self._users(plan)
         for position, (key,) in enumerate(split_keys(plan.keys[first * KEY_BYTES :]), first):
             if plan.steps <= 0:
@@ -104,7 +108,7 @@ class StorePlans:
                 chunk.pins += 1  # it may have been added after planning began, then `found` does not pin it
             else:
                 self._space.protections.returned((namespace.id, key))
-            slots = self._space.allocate_slots(plan, namespace.model)
+            slots = self._space.allocate_slots(plan, part.owner)
             if slots is None:
                 if chunk is not None:
                     chunk.pins -= 1
@@ -115,7 +119,7 @@ class StorePlans:
                 break
             is_new = chunk is None
             if chunk is None:
-                chunk = self._space.index.add_chunk(namespace, key)
+                chunk = self._space.index.add_chunk(namespace, key, part)
                 chunk.pins += 1
             if is_new:
                 if users is not None and users[0] is not None:

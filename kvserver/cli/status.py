@@ -18,7 +18,7 @@ from msgspec.structs import asdict
 
 from kvserver.cli import http_client
 from kvserver.cli.terminal import columns, show
-from kvserver.protocol import BLOCKS, REQUESTS, SESSIONS, STATS
+from kvserver.protocol import BLOCKS, REQUESTS, SESSIONS, STATS, TENANT_PREFIX
 from kvserver.protocol.status import (
     DaemonStatus,
     GpuStatus,
@@ -196,11 +196,11 @@ def _what_if_shares(of: WhatIfStatus | WhatIfEngine) -> str:
 
 
 def _shares(l1: L1Status) -> list[str]:
-    """The models for which a part of L1 is kept."""
+    """The models and tenants for which a part of L1 is kept."""
     return [
-        f"share  {name}: {size(model.used_bytes)} used, {size(model.share_bytes)} kept, {model.evictions} evicted"
-        for name, model in l1.models.items()
-        if model.share_bytes
+        f"share  {name}: {size(use.used_bytes)} used, {size(use.share_bytes)} kept, {use.evictions} evicted"
+        for name, use in (l1.models | {TENANT_PREFIX + name: use for name, use in l1.tenants.items()}).items()
+        if use.share_bytes
     ]
 
 

@@ -150,9 +150,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     share: Annotated[
         tuple[str, ...],
         Meta(
-            description="Part of L1 that is kept for a model, as MODEL=FRACTION (llama=0.3) with the name under which the engine serves it; the flag may "
-            "be given again, for fractions of at most 1 together. No store of another model leaves this one with less. What the model does not use of its share "
-            "other models may use, until it stores more. Models without a share have the rest: nothing, if shares of 1 are used."
+            description="Part of L1 that is kept for a model, as MODEL=FRACTION (llama=0.3) with the name under which the engine serves it. For a tenant "
+            "(kvserver.tenant) it is tenant:NAME=FRACTION. The flag may be given again, for fractions of at most 1 together. No store of another one leaves "
+            "this one with less. What it does not use of its share others may use, until it stores more. A chunk belongs to the tenant that brought it to L1, "
+            "if that has a share, else to its model. All without a share have the rest: nothing, if shares of 1 are used."
         ),
     ] = ()
     pin_share: Annotated[
@@ -160,8 +161,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=1,
-            description="Fraction of L1 that pins (POST /cache/pins) may protect from eviction together: of a model's --share for that model, of the rest for "
-            "all other models. 0: there are no pins. What pins protect is missing for all other prompts.",
+            description="Fraction of L1 that pins (POST /cache/pins) may protect from eviction together: of a --share for that model or tenant, of the rest for "
+            "all others. 0: there are no pins. What pins protect is missing for all other prompts.",
         ),
     ] = 0.0
     l2: Annotated[

@@ -28,6 +28,8 @@ from kvserver.protocol.fields import (
     MAX_CHUNKS,
     MAX_PIN_SECONDS,
     MAX_SESSION_ID,
+    TENANT,
+    TENANT_PREFIX,
     TOKEN_BYTES,
     Durability,
     Label,

@@ -39,6 +39,8 @@ def allowed_values(of: type[msgspec.Struct], name: str) -> str:
             return f"a whole number{_bounds(gt, ge, le)}"
         case inspect.FloatType(gt=gt, ge=ge, le=le):
             return f"a number{_bounds(gt, ge, le)}"
+        case inspect.StrType(pattern=str(pattern)):
+            return f"text of the form {pattern}"
         case inspect.StrType(max_length=int(most)):
             return f"text of at most {most} characters"
         case inspect.StrType():

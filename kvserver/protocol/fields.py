@@ -18,6 +18,8 @@ CONTENT_BYTES = 8  # of a content id in a block report
 MAX_CHUNKS = 16384  # keys in one message
 MAX_SESSION_ID = 256  # characters
 MAX_PIN_SECONDS = 7 * 86400
+TENANT = r"^[A-Za-z0-9._-]{0,64}\Z"  # names of tenants, which are labels of metrics; "": none
+TENANT_PREFIX = "tenant:"  # of a tenant's name in --share
 
 Name = Annotated[str, Meta(min_length=1, max_length=512)]
 Text = Annotated[str, Meta(max_length=4096)]

@@ -220,6 +220,8 @@ class Lookup(ArrayMessage):
     # How long L1 should keep the chunks of `keys` and the blocks of `tail_keys` once the request has stored them; None: no pin.
     pin_seconds: Annotated[float, Meta(ge=0, le=MAX_PIN_SECONDS)] | None = None
     handed_over: HandOver | None = None
+    # Whom the chunks belong to that are read from L2 for it: the model's, unless the tenant has a share.
+    tenant: Label = ""
 
 
 class LookupTail(ArrayMessage):
@@ -271,6 +273,7 @@ class Store(_Copy):
     durability: Durability = Durability.PROCESS  # of the variant
     session_id: SessionId = ""  # of the request; of a model with several groups in the stores of all
     session_salt: SaltDigest | None = None
+    tenant: Label = ""  # whom new chunks belong to, as Lookup.tenant
 
 
 class Retrieve(_Copy):

@@ -17,7 +17,7 @@ from kvserver.protocol.measurements import Buckets
 
 
 class ModelStatus(Struct, frozen=True, kw_only=True):
-    """Status of one model in L1."""
+    """Status of one model, or of one tenant with a share, in L1. A model's has no chunks of tenants."""
 
     used_bytes: int = 0
     chunks: int = 0
@@ -37,6 +37,8 @@ class L1Status(Struct, frozen=True, kw_only=True):
     evicted_bytes: int = 0
     cleared_chunks: int = 0
     models: dict[str, ModelStatus] = {}
+    tenants: dict[str, ModelStatus] = {}  # with a share
+    other_tenants: int = 0  # stores and fills that named a tenant without a share
     policy: str = ""
     huge_pages: str = ""
     numa_nodes: list[int] = []

@@ -195,10 +195,10 @@ class Adoption:
             self._counts(begin, end),
             self._extents(begin, end),
         )
-        added = self._cache.adopt_chunks(namespace, whole, rows, ready, protected)
+        added = self._cache.adopt_chunks(namespace, whole, rows, ready, protected, of.tenant)
         chunks = [chunk for chunk in added if chunk is not None]
         if chunks:
-            namespace.durability = max(namespace.durability, of.durability)
+            namespace.raise_durability(of.durability)
             self._unpublished.append((place, ready, chunks))
         return added
 

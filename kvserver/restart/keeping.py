@@ -40,7 +40,8 @@ def make_state(cache: Cache, region: HostRegion, inode: int) -> State:
     namespaces = list({chunk.namespace for chunk in chunks})
     _drop_incomplete(chunks, namespaces)
     names = {use: name for name, use in cache.index.models.items()}
-    kept = [_kept(namespace, names[namespace.model]) for namespace in namespaces]
+    tenants = {use: name for name, use in cache.index.tenants.items()}
+    kept = [_kept(each, names[each.model], tenants.get(each.owner, "")) for each in namespaces]
     places, ready, keys, ends, counts, extents = pack_chunks(chunks, namespaces, [of.end_bytes for of in kept])
     deadline_ns = time.monotonic_ns() + int(_DIGEST_SECONDS * 1e9)
     digests = digest_objects(region, cache.pool.page_bytes, counts, extents, digest_threads(), deadline_ns)
@@ -114,11 +115,12 @@ def _drop_incomplete(chunks: Iterable[Chunk], namespaces: Iterable[Namespace]) -
                 chunk.remove_object(group)
 
 
-def _kept(namespace: Namespace, model_name: str) -> KeptNamespace:
+def _kept(namespace: Namespace, model_name: str, tenant: str) -> KeptNamespace:
     groups = namespace.groups
     return KeptNamespace(
-        namespace.id, model_name, groups.made_of, groups.ranks, groups.chunk_tokens, groups.tails, namespace.durability
-    )
+        namespace.id, model_name, groups.made_of, groups.ranks, groups.chunk_tokens, groups.tails, namespace.durability,
+        tenant=tenant,
+    )  # fmt: skip
 
 
 def _digested(digests: bytes) -> int:

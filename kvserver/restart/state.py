@@ -42,6 +42,7 @@ class KeptNamespace(msgspec.Struct, frozen=True, array_like=True):
     tails: bool
     durability: Durability = Durability.MACHINE
     generations: dict[str, int | None] = {}  # by the URL of a tier of L2, of tiers that may have its objects
+    tenant: str = ""  # whom its chunks belong to; the others of the namespace are of another one
 
     @property
     def end_bytes(self) -> int:

@@ -50,6 +50,7 @@ class PinRequest:
     ttl_seconds: float
     owner: str = "operator"
     id: str = ""  # "": one that nothing else has
+    tenant: str = ""  # to whom what L1 lacks will belong
     tail: bytes | None = None  # keys of the blocks behind the last chunk, of a request, which stores all that L1 lacks
     session: SessionKey | None = None  # as of a Protection
 
@@ -127,7 +128,8 @@ class Pins:
         session = SessionKey(epoch_of(namespace), lookup.session_salt or b"", lookup.session_id or "")
         self.begin(
             PinRequest(
-                namespace, model_name, lookup.keys, 1, (), lookup.pin_seconds or 0.0, owner, id, lookup.tail_keys, session if session.id else None,
+                namespace, model_name, lookup.keys, 1, (), lookup.pin_seconds or 0.0, owner, id, lookup.tenant, lookup.tail_keys,
+                session if session.id else None,
             )
         )  # fmt: skip
 
@@ -170,7 +172,7 @@ class Pins:
         protection = Protection(
             request.id or secrets.token_hex(8), request.owner, namespace, cache.index.model(request.model_name),
             self._upkeep.clock() + seconds, time.time() + seconds, seconds=request.ttl_seconds if stores else 0.0,
-            session=request.session,
+            session=request.session, tenant=cache.index.tenants.get(request.tenant),
         )  # fmt: skip
         keys = request.chunk_keys(0, request.chunks)
         boundary = cache.protect(protection, keys, request.tail_keys, request.chunk_keys(leading, known))
@@ -185,16 +187,17 @@ class Pins:
         elif known < request.chunks and not protection.note:
             protection.note = f"not_cached: {request.chunks - known} chunks at its end are not there"
         if protection.wanted and not stores:
-            self._read(protection, request.chunk_keys(0, known), min(request.ttl_seconds, _MOST_READ_SECONDS))
+            seconds = min(request.ttl_seconds, _MOST_READ_SECONDS)
+            self._read(protection, request.chunk_keys(0, known), seconds, request.tenant)
         return self._begun(protection, logging.DEBUG if stores else logging.INFO)
 
-    def _read(self, protection: Protection, keys: bytes, seconds: float) -> None:
+    def _read(self, protection: Protection, keys: bytes, seconds: float, tenant: str) -> None:
         """Begin to read what only L2 has, by a prefetch with the pin's id. Without room for one requests read it, or none does."""
         prefetches = self._upkeep.prefetches
         instance = prefetches.reader(protection.namespace)
         if instance is not None and instance.description is not None and len(prefetches.live) < MOST_PREFETCHES:
             of_variant = instance.description.durability
-            prefetches.begin(instance, protection.namespace, keys, of_variant, seconds, protection.id)
+            prefetches.begin(instance, protection.namespace, keys, of_variant, seconds, protection.id, tenant)
 
     def _pin_session(self, request: SessionPinRequest) -> PinReport:
         """Pin what the session owns in L1 now. Of a model and its LoRAs the session is one."""
@@ -244,9 +247,9 @@ class Pins:
         return None
 
     def _no_room(self, protection: Protection) -> PinReport:
-        bound = self._upkeep.cache.protections.bound_of(protection.model) * self._upkeep.cache.pool.page_bytes
+        bound = self._upkeep.cache.protections.bound_of(protection) * self._upkeep.cache.pool.page_bytes
         return rejected(
-            "no_room", f"pins may use {bound} bytes of L1 for this model, and not even the first chunk fits"
+            "no_room", f"pins may use {bound} bytes of L1 for this model or tenant, and not even the first chunk fits"
         )
 
     def _begun(self, protection: Protection, level: int = logging.INFO) -> PinReport:

@@ -53,7 +53,12 @@ class PrefetchReports:
             return rejected("no_engine", "the engine has disconnected, or not all of its ranks are registered")
         keys = request.chunk_keys(0, request.chunks)
         prefetch = self._prefetches.begin(
-            instance, request.namespace, keys, instance.description.durability, request.ttl_seconds
+            instance,
+            request.namespace,
+            keys,
+            instance.description.durability,
+            request.ttl_seconds,
+            tenant=request.tenant,
         )
         report = self._report(prefetch)
         if report.outcome in ("missing", "rejected"):

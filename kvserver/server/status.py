@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from msgspec.structs import asdict, replace
 
-from kvserver.cache import Cache, MissReason, ProtectionEnd
+from kvserver.cache import Cache, MissReason, ModelUse, ProtectionEnd
 from kvserver.config import Placement
 from kvserver.copy import Devices
 from kvserver.engines import Counts, Disconnect, Instance, Instances
@@ -47,19 +47,22 @@ def l1_status(cache: Cache, placement: Placement) -> L1Status:
         evictions=cache.space.evicted_chunks,
         evicted_bytes=cache.space.evicted_pages * pool.page_bytes,
         cleared_chunks=cache.space.cleared_chunks,
-        models={
-            name: ModelStatus(
-                used_bytes=model.pages * pool.page_bytes,
-                chunks=model.chunks,
-                evictions=model.evicted_chunks,
-                never_loaded=model.never_loaded_chunks,
-                share_bytes=model.share_pages * pool.page_bytes,
-            )
-            for name, model in cache.index.models.items()
-        },
+        models={name: _use_status(use, pool.page_bytes) for name, use in cache.index.models.items()},
+        tenants={name: _use_status(use, pool.page_bytes) for name, use in cache.index.tenants.items()},
+        other_tenants=cache.space.other_tenants,
         policy=cache.policy.name,
         huge_pages=placement.pages,
         numa_nodes=list(placement.nodes),
+    )
+
+
+def _use_status(use: ModelUse, page_bytes: int) -> ModelStatus:
+    return ModelStatus(
+        used_bytes=use.pages * page_bytes,
+        chunks=use.chunks,
+        evictions=use.evicted_chunks,
+        never_loaded=use.never_loaded_chunks,
+        share_bytes=use.share_pages * page_bytes,
     )
 
 

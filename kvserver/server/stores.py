@@ -80,7 +80,7 @@ class Stores:
             namespace, group.layout, keys_at(request.keys, places), group.slot_bytes,
             group=group.number, slots=_slots(group), places=places, steps=steps, model_name=worker.spec.model_name,
             after=after, durability=self.copies.durability_of(request, worker),
-            session=_session(request, namespace) if not group.layout.tails else None,
+            session=_session(request, namespace) if not group.layout.tails else None, tenant=request.tenant,
         )  # fmt: skip
         self._steps = plan.steps if steps else self._steps
         self._publish_evictions(plan)

@@ -57,6 +57,7 @@ _DAEMON: tuple[Metric[DaemonStatus], ...] = (
     Metric("kvserver_pins", "Pins of chunks in L1 by stores and loads that have not ended.", Kind.GAUGE, lambda of: of.books.pins),
     Metric("kvserver_accounting_failures", "Audits of the daemon's accounting that found a contradiction, which is a bug.", Kind.COUNTER, lambda of: of.books.unbalanced),
     Metric("kvserver_undelivered_replies", "Replies that could not be sent: the peer had disconnected or did not read.", Kind.COUNTER, lambda of: of.totals.undelivered_replies),
+    Metric("kvserver_l1_other_tenant_stores", "Stores and reads of L2 that named a tenant without a share of L1: their chunks belong to their models.", Kind.COUNTER, lambda of: of.l1.other_tenants),
     Metric("kvserver_events_queue_depth", "Events in the daemon's queue; an event that carries bytes counts once more for every 4 KiB.", Kind.GAUGE, lambda of: of.events.queue_depth),
     Metric("kvserver_events_lag_seconds", "Longest time that an event waited in the queue, of those that the event thread handled in its last second.", Kind.GAUGE, lambda of: of.events.lag_seconds),
     Metric("kvserver_loop_turn_seconds", "Duration of each turn of the daemon's event loop.", Kind.HISTOGRAM, lambda of: of.loop_turns, bounds=WAIT_SECONDS),
@@ -85,6 +86,12 @@ _L1_MODEL: tuple[Metric[ModelStatus], ...] = (
     Metric("kvserver_l1_never_loaded_chunks", "Chunks of a model evicted from L1 that no engine had ever loaded.", Kind.COUNTER, lambda of: of.never_loaded),
     Metric("kvserver_l1_model_share_bytes", "Memory of L1 that is kept for a model when chunks are evicted; 0 for a model without a share.", Kind.GAUGE, lambda of: of.share_bytes),
     Metric("kvserver_l1_model_evicted_chunks", "Chunks of a model evicted from L1, each once for all ranks.", Kind.COUNTER, lambda of: of.evictions),
+)  # fmt: skip
+_L1_TENANT: tuple[Metric[ModelStatus], ...] = (
+    Metric("kvserver_l1_tenant_used_bytes", "Memory of L1 that chunks of a tenant with a share occupy.", Kind.GAUGE, lambda of: of.used_bytes),
+    Metric("kvserver_l1_tenant_chunks", "Chunks of a tenant with a share in L1, also chunks that stores are filling.", Kind.GAUGE, lambda of: of.chunks),
+    Metric("kvserver_l1_tenant_share_bytes", "Memory of L1 that is kept for a tenant when chunks are evicted.", Kind.GAUGE, lambda of: of.share_bytes),
+    Metric("kvserver_l1_tenant_evicted_chunks", "Chunks of a tenant with a share evicted from L1, each once for all ranks.", Kind.COUNTER, lambda of: of.evictions),
 )  # fmt: skip
 _TIER: tuple[Metric[TierStatus], ...] = (
     Metric("kvserver_l2_up", "1 while a tier of L2 is ready or can only be read, 0 while it is opening, unavailable or closed.", Kind.GAUGE, lambda of: +(of.state in ("ready", "read_only"))),
@@ -116,6 +123,7 @@ _RPC: tuple[Metric[RpcCounts], ...] = (
 def daemon_families(status: DaemonStatus, rpc: RpcCounts) -> Iterable[Family]:
     yield from families_of(_DAEMON, [(status, ())])
     yield from families_of(_L1_MODEL, [(model, (name,)) for name, model in status.l1.models.items()], ("model_name",))
+    yield from families_of(_L1_TENANT, [(use, (name,)) for name, use in status.l1.tenants.items()], ("tenant",))
     yield from families_of(_TIER, [(tier, (tier.name, tier.kind)) for tier in status.l2], ("tier", "kind"))
     yield from families_of(_GPU, [(gpu, (gpu.device,)) for gpu in status.gpus], ("device",))
     yield from families_of(_RPC, [(rpc, ())])

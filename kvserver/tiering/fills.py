@@ -330,7 +330,7 @@ class Fills:
         plan = self._cache.plan_store(
             fill.namespace, worker.layout, keys, coverage.slot_bytes,
             group=missing.group, slots=coverage.slots, model_name=worker.spec.model_name, durability=fill.durability,
-            shares=False,
+            shares=False, tenant=fill.lookup.tenant,
         )  # fmt: skip
         publish_evicted(self._bus, int(self._clock() * 1e9), plan)
         own = set(map(id, plan.chunks))

@@ -85,6 +85,7 @@ class Prefetches:
         of_variant: Durability,
         seconds: float,
         of_pin: str = "",
+        tenant: str = "",
     ) -> Prefetch:
         """`of_pin`: id of the pin that it is for. REQUIRES: fewer than MOST_PREFETCHES, and an instance that reads the namespace."""
         spec, now = instance.any_worker().spec, self._clock()
@@ -93,7 +94,9 @@ class Prefetches:
             time.time() + seconds, of_pin=bool(of_pin),
         )  # fmt: skip
         self.live[prefetch.id] = prefetch
-        lookup = Lookup(f"prefetch {prefetch.id}", "", "", spec.chunk_blocks, keys, durability=of_variant)
+        lookup = Lookup(
+            f"prefetch {prefetch.id}", "", "", spec.chunk_blocks, keys, durability=of_variant, tenant=tenant
+        )
         prefetch.fill = self._storage.prefetch(
             lookup, namespace, instance, int(prefetch.deadline * 1e9), partial(self._lease, prefetch), partial(self.end, prefetch)
         )  # fmt: skip

@@ -21,7 +21,7 @@ from typing import Annotated, Any, Protocol
 import msgspec
 from msgspec import Meta, Struct
 
-from kvserver.protocol import KEY_BYTES, MAX_PIN_SECONDS, MAX_SESSION_ID
+from kvserver.protocol import KEY_BYTES, MAX_PIN_SECONDS, MAX_SESSION_ID, TENANT
 from kvserver.routing import BadQuery, JsonQuery, MatchPages
 from kvserver.server import PinReport, PinRequest, SessionPinRequest
 
@@ -32,6 +32,7 @@ _CODES = {"rejected": 409, "missing": 404}
 
 class TimedQuery(JsonQuery, kw_only=True):
     ttl_seconds: float
+    tenant: Annotated[str, Meta(pattern=TENANT)] = ""  # to whom what L1 lacks will belong
 
     def request(self, match: MatchPages) -> PinRequest | SessionPinRequest:
         return _request(match, self)
@@ -96,6 +97,7 @@ def _request(match: MatchPages, query: TimedQuery) -> PinRequest:
         chunk_blocks=engine.chunk_blocks,
         full_groups=tuple(number for number, group in enumerate(groups) if group.kind == "full") if groups else (0,),
         ttl_seconds=query.ttl_seconds,
+        tenant=query.tenant,
     )
 
 

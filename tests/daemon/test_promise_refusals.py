@@ -38,6 +38,7 @@ OF_BOTH: list[tuple[dict[str, Any], int, str]] = [
     ({"ttl_seconds": -1}, 400, "bad_query"),
     ({"ttl_seconds": 1e9}, 400, "bad_query"),
     ({"ttl_seconds": "long"}, 400, "bad_query"),
+    ({"tenant": "two words"}, 400, "bad_query"),
     ({"ttl_seconds": None}, 400, "bad_query"),
     ({"content_type": "text/plain"}, 415, "media_type"),
 ]

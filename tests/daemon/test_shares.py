@@ -109,8 +109,11 @@ def test_unused_share_serves_other_models_and_returns_to_its_model_at_once(
         (["a"], "'a' is no share; write MODEL=FRACTION"),
         (["a=1.5"], "the share of 'a' is 1.5; it is more than 0 and at most 1"),
         (["a=0.1", "a=0.2"], "'a' has two shares"),
+        (["a=0.6", "tenant:a=0.5"], "the shares are 1.1 of L1 together"),
+        (["tenant:=0.1"], "'tenant:' names no tenant: its name is 1 to 64 letters"),
+        (["tenant:a b=0.1"], "'tenant:a b' names no tenant"),
     ],
-    ids=["more than all", "no fraction", "out of range", "twice"],
+    ids=["more than all", "no fraction", "out of range", "twice", "with a tenant's", "no name", "a space"],
 )
 def test_a_daemon_with_bad_shares_does_not_start_and_states_why(shares: list[str], why: str) -> None:
     flags = [word for share in shares for word in ("--share", share)]

@@ -61,6 +61,22 @@ def test_what_a_lookup_found_is_no_longer_the_sessions_alone(stage: Stage, daemo
     assert sessions_of(daemon) == [("agent", "", 5 * PAGE)]
 
 
+def test_chunks_belong_to_the_tenant_of_sglangs_configuration(model: Path, daemon: Daemon) -> None:
+    daemon.terminate()
+    daemon.flags["share"] = "tenant:a=0.5"
+    daemon.start()
+    stage = Stage(str(model), daemon.endpoint, extra={"kvserver.tenant": "a"})
+    try:
+        stage.wait_for_daemon(daemon)
+        stage.compute(PROMPT)
+        stage.wait_for_stores()
+        assert daemon.status()["l1"]["tenants"]["a"]["chunks"] == len(PROMPT) // PAGE
+        stage.forget()
+        assert stage.hit(stage.request([*PROMPT, 1])) == len(PROMPT)
+    finally:
+        stage.close()
+
+
 def test_status_states_that_lookups_carry_no_session_and_no_stats_are_reported(stage: Stage, daemon: Daemon) -> None:
     (one,) = daemon.status()["instances"]
     assert one["unreported"] == ["blocks", "requests", "sessions", "stats"]

@@ -132,3 +132,12 @@ subscriber=$!"""
     guides.run(["kvserver serve --l1-size 64MiB --kv-events on &", subscriber, serve, "is_up", asks])
     at_events.close()
     at_replay.close()
+
+
+@pytest.mark.long
+def test_the_guide_of_tenants_gives_the_chunks_of_a_trusted_request_to_its_tenant(guides: Guides) -> None:
+    serve, ask = guides.lines_of("sizing", needs="vllm")
+    ask = ask.replace('"prompt": "..."', f'"prompt": {PROMPT}')
+    shown = "curl -sSf localhost:$KVSERVER_HTTP_PORT/metrics | grep '^kvserver_l1_tenant_chunks{tenant=\"acme\"} 3'"
+    stored = f"until {shown}; do sleep 0.2; done"
+    guides.run(["kvserver serve --l1-size 64MiB --share tenant:acme=0.3 &", serve, "is_up", ask, stored])

@@ -26,6 +26,20 @@ def test_a_namespace_is_kept_only_while_it_holds_chunks() -> None:
     assert index.namespace_ids() == []
 
 
+def test_a_namespace_of_a_tenants_chunks_alone_is_found_while_it_holds_chunks() -> None:
+    index = Index()
+    namespace, tenant = index.find_or_make_namespace(ONE, one_group(1)), index.owner_of_share("tenant:t")
+    chunk = index.add_chunk(namespace, A, namespace.part(tenant))
+    assert index.find_namespace(ONE) is namespace
+    assert index.find_chunks(ONE, A) == [chunk]
+    assert (tenant.chunks, index.model("").chunks, index.chunk_count) == (1, 0, 1)
+    index.detach_chunk(chunk)
+    assert chunk.detached
+    assert chunk.namespace.owner is tenant, "its pages are the tenant's until they are freed"
+    assert index.namespace_ids() == []
+    assert (tenant.chunks, index.chunk_count) == (0, 0)
+
+
 def test_a_chunk_can_be_added_after_its_namespace_was_emptied() -> None:
     index = Index()
     namespace = index.find_or_make_namespace(ONE, one_group(1))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.properties import Dice, examples, walks
 from support.turns import repeat
 
-from kvserver.cache import POLICIES, Cache, Chunk, Groups, PagePool, StorePlan, one_group
+from kvserver.cache import POLICIES, Cache, Chunk, Groups, ModelUse, PagePool, StorePlan, one_group
 from kvserver.cache.eviction.slru import PROTECTED_SHARE
 
 PAGE = 4096
@@ -51,8 +51,9 @@ def resident(cache: Cache) -> set[int]:
 
 
 class Requests:
-    """A walk of requests of three models over a cache of 24 pages. What they use is counted apart."""
+    """A walk of requests of three models and three tenants over a cache of 24 pages. What they use, and whose it is, is counted apart."""
 
+    TENANTS = ("", "t", "u", "without a share")
     MODELS = (("a", ONE_RANK, one_group(1)), ("b", TWO_RANKS, one_group(2)), ("c", OTHER, one_group(1)))
 
     def __init__(self, policy: str, **shares: str) -> None:
@@ -60,6 +61,7 @@ class Requests:
         self.leases: dict[tuple[str, str], list[Chunk]] = {}
         self.loads: list[list[Chunk]] = []
         self.plans: list[StorePlan] = []
+        self.owners: dict[tuple[bytes, bytes], str] = {}  # of the chunks in L1, by namespace and key; a name of a share
         self.evicted: list[list[bytes]] = []  # by store
 
     def step(self, rng: Dice) -> None:
@@ -69,7 +71,7 @@ class Requests:
         match rng.randrange(12):
             case 0 | 1 | 2 | 3:
                 model, namespace, groups = rng.choice(self.MODELS)
-                self.store(names, model, namespace, groups, rng.randrange(2))
+                self.store(names, model, namespace, groups, rng.randrange(2), rng.choice(self.TENANTS))
             case 4 | 5:
                 hits = self.cache.lookup(namespace, keys(names), owner, FOREVER).hit_chunks
                 self.leases[owner] = self.chunks(namespace, names[:hits])
@@ -97,10 +99,30 @@ class Requests:
         busy.update(id(chunk) for chunk in ((*but.prefix, *but.found) if but is not None else []))
         return [chunk for chunk in self.cache.index if id(chunk) not in busy]
 
-    def store(self, names: list[int], model: str, namespace: bytes, groups: Groups, rank: int) -> None:
+    def owner(self, model: str, tenant: str) -> str:
+        return f"tenant:{tenant}" if tenant in self.cache.index.tenants else model
+
+    def use_of(self, owner: str) -> ModelUse | None:
+        index = self.cache.index
+        return index.models.get(owner) or index.tenants.get(owner.removeprefix("tenant:"))
+
+    def check_owners(self) -> None:
+        """A chunk in L1 belongs to who stored it first, and counts there alone."""
+        there = {(chunk.namespace.id, chunk.key): chunk for chunk in self.cache.index}
+        self.owners = {name: owner for name, owner in self.owners.items() if name in there}
+        assert self.owners.keys() == there.keys()
+        assert all(chunk.namespace.owner is self.use_of(self.owners[name]) for name, chunk in there.items())
+        counted = Counter(self.owners.values())
+        for owner in {*self.cache.index.models, *map("tenant:{}".format, self.cache.index.tenants)}:
+            use = self.use_of(owner)
+            assert use is not None
+            assert use.chunks == counted[owner]
+
+    def store(self, names: list[int], model: str, namespace: bytes, groups: Groups, rank: int, tenant: str) -> None:
+        self.check_owners()
         idle = {(chunk.namespace.id, chunk.key): bool(chunk.ready) for chunk in self.idle()}
         slots = range(rank % groups.slot_count, rank % groups.slot_count + 1)
-        plan = self.cache.plan_store(namespace, groups, keys(names), PAGE, slots=slots, model_name=model)
+        plan = self.cache.plan_store(namespace, groups, keys(names), PAGE, slots=slots, model_name=model, tenant=tenant)
         self.plans.append(plan)
         self.evicted.append([key for _, key in plan.evicted])
         assert {*plan.evicted} <= {*idle}, "an eviction of what is leased, filled or read"
@@ -108,24 +130,29 @@ class Requests:
         left = self.idle(but=plan)
         if any(idle[evicted] for evicted in plan.evicted):
             assert all(chunk.ready for chunk in left), "an incomplete chunk stays, and a READY one leaves"
-        self.check_shares(model, {id for id, key in plan.evicted if idle[id, key]}, left, plan)
+        owner = self.owner(model, tenant)
+        self.check_shares(owner, {self.owners[name] for name in plan.evicted if idle[name]}, left, plan)
+        for name in plan.evicted:
+            del self.owners[name]
+        for chunk in plan.chunks:
+            self.owners.setdefault((namespace, chunk.key), owner)
         assert len(plan.chunks) + plan.skipped + plan.no_space == len(names)
 
-    def check_shares(self, model: str, losers: set[bytes], left: list[Chunk], plan: StorePlan) -> None:
-        """`losers`: the namespaces of which READY chunks were evicted."""
-        models = self.cache.index.models
-        for name, namespace, _ in self.MODELS:
-            of = models.get(name)
-            if of is not None and namespace in losers and name != model:
-                assert of.pages >= of.share_pages, f"{name} was pushed below its share by {model}"
-        own, lost = models[model], plan.namespace_id in losers
-        others = [chunk for chunk in left if chunk.namespace.model is not own]
-        evictable = [c for c in others if c.namespace.model.pages - c.page_count >= c.namespace.model.share_pages]
+    def check_shares(self, owner: str, losers: set[str], left: list[Chunk], plan: StorePlan) -> None:
+        """`owner`: of the store's new chunks. `losers`: the owners of which READY chunks were evicted."""
+        for loser in losers - {owner}:
+            of = self.use_of(loser)
+            assert of is not None
+            assert of.pages >= of.share_pages, f"{loser} was pushed below its share by {owner}"
+        own, lost = self.use_of(owner), owner in losers
+        assert own is not None
+        others = [chunk for chunk in left if chunk.namespace.owner is not own]
+        evictable = [c for c in others if c.namespace.owner.pages - c.page_count >= c.namespace.owner.share_pages]
         if lost and own.pages < own.share_pages:
-            assert not evictable, f"{model} lost its own below its share, while another has more than its share"
+            assert not evictable, f"{owner} lost its own below its share, while another has more than its share"
         if plan.no_space:
             assert not evictable, "no space, while a chunk may be evicted"
-            assert not any(chunk.namespace.model is own for chunk in left) or not own.share_pages
+            assert not any(chunk.namespace.owner is own for chunk in left) or not own.share_pages
             assert self.cache.pool.used_pages == self.cache.pool.pages
 
     def end(self) -> None:
@@ -136,10 +163,18 @@ class Requests:
         for owner in self.leases:
             self.cache.end_lease(owner)
         repeat(self.cache.step)
+        self.check_owners()
         self.cache.audit()
 
 
-SHARES = [{}, {"a": "0.5"}, {"a": "0.3", "b": "0.5"}, {"a": "0.25", "b": "0.25", "c": "0.5"}]
+SHARES = [
+    {},
+    {"a": "0.5"},
+    {"a": "0.3", "b": "0.5"},
+    {"a": "0.25", "b": "0.25", "c": "0.5"},
+    {"tenant:t": "0.5"},
+    {"a": "0.2", "tenant:t": "0.3", "tenant:u": "0.3"},
+]
 
 
 @every_policy

@@ -29,9 +29,9 @@ def make(pages: int = 10, fraction: float = 1.0, policy: str = "lru", **shares: 
     return cache
 
 
-def store(cache: Cache, names: str, model: str = "a", pages: int = 1) -> int:
+def store(cache: Cache, names: str, model: str = "a", pages: int = 1, tenant: str = "") -> int:
     """Returns how many found no space."""
-    plan = cache.plan_store(NAMESPACES[model], one_group(1), keys(names), pages * PAGE, model_name=model)
+    plan = cache.plan_store(NAMESPACES[model], one_group(1), keys(names), pages * PAGE, model_name=model, tenant=tenant)
     cache.finish_store(plan, copied=True)
     return plan.no_space
 
@@ -118,6 +118,36 @@ def test_a_share_of_a_model_bounds_its_own_protections() -> None:
     store(cache, "abcdef", "a")
     assert protect(cache, "abcdef").tokens == 2
     assert cache.protections.bound_pages == 5
+
+
+def test_a_protection_uses_the_room_of_the_tenants_whose_chunks_it_protects() -> None:
+    cache = make(fraction=0.5, **{"tenant:t": "0.4", "tenant:u": "0.2"})
+    store(cache, "abc", tenant="t")
+    store(cache, "de", tenant="u")
+    store(cache, "fgh")
+    assert protect(cache, "abc", "of t")
+    assert protect(cache, "fgh", "of the model")
+    assert protect(cache, "de", "of u")
+    assert [protection.pages for protection in cache.protections] == [2, 2, 1]
+    assert protect(cache, "c", "no room") is None
+    end(cache, "of t")
+    assert protect(cache, "cde", "of both") is not None, "of c and d: d is protected already"
+    assert cache.protections.protected_pages == 4
+    audit(cache)
+
+
+def test_what_a_tenants_request_will_store_is_bounded_by_the_tenants_share() -> None:
+    cache = make(fraction=0.5, a="0.2", **{"tenant:t": "0.4"})
+    protection = Protection(
+        "p", "request", NAMESPACES["a"], cache.index.model("a"), FOREVER, 0.0, tenant=cache.index.tenants["t"]
+    )
+    assert cache.protections.bound_of(protection) == 2
+    store(cache, "x")
+    assert protect(cache, "x", "the model's room is used")
+    cache.protect(protection, b"", lambda _: b"", keys("abc"))
+    store(cache, "abc", tenant="t")
+    assert (protection.pages, protection.note[:8]) == (2, "no_room:")
+    audit(cache)
 
 
 def test_protections_end_at_their_deadline_and_a_use_does_not_extend_them() -> None:

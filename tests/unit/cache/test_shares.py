@@ -25,9 +25,11 @@ def make_cache(request: pytest.FixtureRequest) -> Make:
     return make
 
 
-def store(cache: Cache, model: str, keys: list[bytes], steps: int = 1 << 30) -> int:
+def store(cache: Cache, model: str, keys: list[bytes], steps: int = 1 << 30, tenant: str = "") -> int:
     """Returns how many found no space."""
-    plan = cache.plan_store(NAMESPACES[model], one_group(1), b"".join(keys), PAGE, model_name=model, steps=steps)
+    plan = cache.plan_store(
+        NAMESPACES[model], one_group(1), b"".join(keys), PAGE, model_name=model, steps=steps, tenant=tenant
+    )
     calls = 1
     while not plan.complete:
         cache.extend_plan(plan, steps)
@@ -38,7 +40,14 @@ def store(cache: Cache, model: str, keys: list[bytes], steps: int = 1 << 30) -> 
 
 
 def pages(cache: Cache) -> dict[str, int]:
-    return {name: model.pages for name, model in cache.index.models.items() if model.pages}
+    tenants = {f"tenant:{name}": use for name, use in cache.index.tenants.items()}
+    return {name: use.pages for name, use in (cache.index.models | tenants).items() if use.pages}
+
+
+def found(cache: Cache, model: str, keys: list[bytes]) -> int:
+    hits = cache.lookup(NAMESPACES[model], b"".join(keys), ("e", "r"), 1.0).hit_chunks
+    cache.end_lease(("e", "r"))
+    return hits
 
 
 def test_a_busy_model_leaves_another_its_share(make_cache: Make) -> None:
@@ -150,3 +159,58 @@ def test_a_model_with_a_share_has_a_name_of_its_own_from_the_start(make_cache: M
         cache.finish_store(plan, copied=True)
     store(cache, "a", make_keys(3))
     assert pages(cache)["a"] == 3
+
+
+# ---- tenants --------------------------------------------------------------------------------------
+
+
+def test_a_flood_of_one_tenant_leaves_another_its_share_of_the_same_model(make_cache: Make) -> None:
+    cache = make_cache(**{"tenant:quiet": "0.3", "tenant:busy": "0.2"})
+    prompt = make_keys(3, "quiet")
+    store(cache, "a", prompt, tenant="quiet")
+    for number in range(50):
+        assert store(cache, "a", make_keys(1, number), tenant="busy") == 0
+        assert store(cache, "a", make_keys(1, -number - 1)) == 0
+    assert pages(cache)["tenant:quiet"] == 3
+    assert found(cache, "a", prompt) == 3
+    cache.audit()
+
+
+def test_tenants_without_a_share_and_requests_without_a_tenant_share_the_rest(make_cache: Make) -> None:
+    cache = make_cache(a="0.2", **{"tenant:t": "0.5"})
+    store(cache, "a", make_keys(2, "a"), tenant="unknown")
+    store(cache, "b", make_keys(3, "b"), tenant="unknown")
+    assert pages(cache) == {"a": 2, "b": 3}, "the model's share is for tenants without one, too"
+    assert cache.space.other_tenants == 2
+    for number in range(20):
+        store(cache, "b", make_keys(1, number), tenant=f"unknown {number}")
+        store(cache, "c", make_keys(1, number), tenant="t")
+    assert (pages(cache)["a"], sum(pages(cache).values())) == (2, 10)
+    assert pages(cache)["tenant:t"] >= 5
+    assert cache.index.tenants.keys() == {"t"}, "nothing is kept of other names"
+    assert cache.space.other_tenants == 22
+    cache.audit()
+
+
+def test_a_chunk_stays_with_the_tenant_that_stored_it_first_and_serves_all(make_cache: Make) -> None:
+    cache = make_cache(**{"tenant:t": "0.4", "tenant:u": "0.4"})
+    prompt = make_keys(3, "shared")
+    store(cache, "a", prompt, tenant="t")
+    assert store(cache, "a", [*prompt, *make_keys(1, "more")], tenant="u") == 0
+    assert found(cache, "a", prompt) == 3
+    assert pages(cache) == {"tenant:t": 3, "tenant:u": 1}
+    cache.clear_namespaces(NAMESPACES["a"])
+    while cache.step():
+        pass
+    assert (pages(cache), found(cache, "a", prompt)) == ({}, 0)
+    store(cache, "a", prompt, tenant="u")
+    assert pages(cache) == {"tenant:u": 3}
+    cache.audit()
+
+
+def test_a_model_whose_name_begins_like_a_tenants_share_has_no_part_in_it(make_cache: Make) -> None:
+    cache = make_cache(**{"tenant:t": "0.5"})
+    plan = cache.plan_store(b"t" * 32, one_group(1), make_keys(1)[0], PAGE, model_name="tenant:t")
+    cache.finish_store(plan, copied=True)
+    assert cache.index.models["tenant:t"].pages == 1
+    assert cache.index.tenants["t"].pages == 0

@@ -113,10 +113,15 @@ def test_shares_are_by_model_and_at_most_all_of_l1() -> None:
     ten = [f"m{number}=0.1" for number in range(10)]
     assert load({"share": ten}, {}).share == tuple(ten)
     assert parse_shares(["a/b=c=0.25", ".d=.75"]) == {"a/b=c": 0.25, ".d": 0.75}
+    assert parse_shares(["tenant:a=0.25", "a=0.5"]) == {"tenant:a": 0.25, "a": 0.5}
     for shares, why in (
         (["a=0.5", "b=0.51"], r"--share .*the shares are 1\.01 of L1 together"),
         (["a=0.5", "a=0.1"], "'a' has two shares"),
-        ([f"m{number}=0.01" for number in range(65)], "65 models have shares; at most 64 can"),
+        ([f"m{number}=0.01" for number in range(65)], "65 models and tenants have shares; at most 64 can"),
+        *(([f"tenant:{name}=0.1"], "names no tenant") for name in ("", "a b", "a:b", "a=b", "\u00e4", "a\n", "t" * 65)),
+        (["tenant:a=0.1", "tenant:a=0.2"], "'tenant:a' has two shares"),
+        (["tenant:a=0"], "the share of 'tenant:a' is 0;"),
+        (["tenant:a"], "'tenant:a' is no share"),
     ):
         with pytest.raises(ConfigError, match=why):
             load({"share": shares}, {})
