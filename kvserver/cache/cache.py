@@ -241,7 +241,7 @@ class Cache:
     def protect_session(self, protection: Protection, session: SessionRecord) -> int:
         """Protect the session's own chunks that a hit can read, from the one that it got first on, as many as fit. Returns how many do not.
 
-        begin() of `protections` follows. REQUIRES: room for all names.
+        protections.add() follows. REQUIRES: room for all names.
         """
         while self.protections.end_one():
             pass
