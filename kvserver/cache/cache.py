@@ -241,13 +241,13 @@ class Cache:
     def protect_session(self, protection: Protection, session: SessionRecord) -> int:
         """Protect the session's own chunks that a hit can read, from the one that it got first on, as many as fit. Returns how many do not.
 
-        begin() of `protections` follows. REQUIRES: room for all names.
+        protections.add() follows. REQUIRES: room for all names.
         """
         while self.protections.end_one():
             pass
         own = [each for each in session.listed if each.session is session and not each.detached]
         own = [each for each in own if each.ready and not ~each.ready & each.namespace.groups.full]
-        fits = self.protections.fitting(own[0].namespace.model, own) if own else 0
+        fits = self.protections.fitting(own)
         self.protections.protect(protection, own[:fits])
         return len(own) - fits
 

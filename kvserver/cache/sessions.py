@@ -105,9 +105,11 @@ class Sessions:
             self._live.move_to_end(key)
         return session or self._deleted.get(key) or self._add_session(key)
 
-    def use(self, session: SessionRecord | None, chunks: Iterable[Chunk]) -> None:
+    def use(self, session: SessionRecord | None, chunks: Sequence[Chunk]) -> None:
         """A request of the session, or of none, uses the chunks: those of others are shared from now on, or taken over from a deleted one."""
-        # Runs for each chunk of each lookup.
+        # The prompt of a conversation ends with all that its session lists, which no other one owns: to compare it is cheaper than the walk.
+        if session is not None and not session.deleted and (first := len(chunks) - len(session.listed)) >= 0:
+            chunks = chunks[:first] if (chunks[first:] if first else chunks) == session.listed else chunks
         lost = [chunk for chunk in chunks if chunk.session is not session and chunk.session is not None]
         if not lost:
             return

@@ -125,7 +125,7 @@ class Pins:
         if (live := self._of(lookup.instance_id, lookup.request_id)) is not None:
             self._upkeep.cache.protections.end(live, ProtectionEnd.REPLACED)
         id = _id_of(lookup.instance_id, lookup.request_id)
-        session = SessionKey(epoch_of(namespace), lookup.session_salt or b"", lookup.session_id or "")
+        session = of_all_loras(SessionKey(namespace, lookup.session_salt or b"", lookup.session_id or ""))
         self.begin(
             PinRequest(
                 namespace, model_name, lookup.keys, 1, (), lookup.pin_seconds or 0.0, owner, id, lookup.tenant, lookup.tail_keys,
@@ -233,7 +233,8 @@ class Pins:
         """Ids of the model's, and the instances', that are meant."""
         index, instances = self._upkeep.cache.index, self._upkeep.workers.instances.by_id
         ids = index.ids_of_model(request.model_name) if request.model_name else index.namespace_ids()
-        bases = tuple([instances[id].namespace or b"-" for id in request.instance_ids if id in instances])
+        meant = [instances[id] for id in request.instance_ids if id in instances]
+        bases = tuple(filter(None, [each.described_prefix or each.namespace for each in meant]))
         return [id for id in ids if not request.instance_ids or id.startswith(bases)]
 
     def _refusal(self, chunks: int, most_pins: int) -> PinReport | None:
@@ -331,7 +332,7 @@ def _waits(protection: Protection, left: int, reads: bool) -> str:
 
 
 def of_all_loras(session: SessionKey) -> SessionKey:
-    """The name under which pins know it."""
+    """The name by which pins know it: its namespace is without a LoRA."""
     return session._replace(namespace=epoch_of(session.namespace))
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -194,18 +192,8 @@ def test_what_pins_cost_others_is_shown(pressed: Daemon, engine: Worker) -> None
 # ---- restarts -------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def l1_file() -> Iterator[Path]:
-    """Path on tmpfs where no file is yet."""
-    folder = Path(tempfile.mkdtemp(prefix="kvs-", dir="/dev/shm"))
-    yield folder / "l1"
-    shutil.rmtree(folder)
-
-
-def test_a_pin_survives_a_restart_that_keeps_l1(
-    make_daemon: MakeDaemon, make_worker: MakeWorker, l1_file: Path
-) -> None:
-    daemon = make_daemon(l1_size="1MiB", pin_share=0.5, l1_file=l1_file)
+def test_a_pin_survives_a_restart_that_keeps_l1(make_daemon: MakeDaemon, make_worker: MakeWorker, path: Path) -> None:
+    daemon = make_daemon(l1_size="1MiB", pin_share=0.5, l1_file=path)
     with make_worker(daemon) as worker:
         describe(worker)
         worker.store(KEYS, worker.blocks_for(len(KEYS)))
@@ -224,8 +212,8 @@ def test_a_pin_survives_a_restart_that_keeps_l1(
     daemon.audit()
 
 
-def test_a_restart_without_pins_ends_them(make_daemon: MakeDaemon, make_worker: MakeWorker, l1_file: Path) -> None:
-    daemon = make_daemon(l1_size="1MiB", pin_share=0.5, l1_file=l1_file)
+def test_a_restart_without_pins_ends_them(make_daemon: MakeDaemon, make_worker: MakeWorker, path: Path) -> None:
+    daemon = make_daemon(l1_size="1MiB", pin_share=0.5, l1_file=path)
     with make_worker(daemon) as worker:
         describe(worker)
         worker.store(KEYS, worker.blocks_for(len(KEYS)))
@@ -235,9 +223,9 @@ def test_a_restart_without_pins_ends_them(make_daemon: MakeDaemon, make_worker: 
 
 
 def test_a_smaller_l1_ends_a_pin_that_it_does_not_keep(
-    make_daemon: MakeDaemon, make_worker: MakeWorker, l1_file: Path
+    make_daemon: MakeDaemon, make_worker: MakeWorker, path: Path
 ) -> None:
-    daemon = make_daemon(l1_size="1MiB", pin_share=1, l1_file=l1_file)
+    daemon = make_daemon(l1_size="1MiB", pin_share=1, l1_file=path)
     with make_worker(daemon) as worker:
         describe(worker)
         for number in range(16):  # they have the first pages

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support.daemon import Daemon
+from support.kept_l1 import restart
 from support.pins import post, press
 from support.worker import Worker, make_keys
 
@@ -123,6 +125,20 @@ def test_the_pins_of_a_session_are_those_by_its_name_and_those_of_its_requests(p
     assert {name: one["pins"] for name, one in sessions(pressed).items()} == {"a": 2, "b": 0}
     assert pressed.http(f"/cache/pins/{found['id']}", "DELETE")[0] == 200
     assert sessions(pressed)["a"]["pins"] == 1
+
+
+def test_a_pin_that_a_restart_kept_is_of_its_session(
+    make_daemon: MakeDaemon, make_worker: MakeWorker, path: Path
+) -> None:
+    daemon = make_daemon(l1_size="1MiB", pin_share=0.5, l1_file=path)
+    with make_worker(daemon) as worker:
+        ask(worker, PROMPT, "a")
+        pin(daemon)
+    restart(daemon)
+    with make_worker(daemon) as worker:
+        assert ask(worker, [*PROMPT, *make_keys(1, "new")], "a") == 6
+        found = sessions(daemon)["a"]
+        assert (found["pins"], found["tokens"]) == (1, TOKENS), "what was kept is shared, and still pinned"
 
 
 def test_one_pin_has_what_the_session_used_with_a_lora_and_without(pressed: Daemon, engine: Worker) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -58,6 +60,14 @@ def start_daemon(engines: Engines) -> Iterator[Callable[..., Daemon]]:
     yield start
     for daemon in started:
         daemon.close()
+
+
+@pytest.fixture
+def l1_file() -> Iterator[Path]:
+    """Path on tmpfs where no file is yet."""
+    folder = Path(tempfile.mkdtemp(prefix="kvs-", dir="/dev/shm"))
+    yield folder / "l1"
+    shutil.rmtree(folder)
 
 
 @pytest.fixture

@@ -5,9 +5,7 @@ One whose engine does not trust requests is not.
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +24,6 @@ WAYS: dict[str, tuple[bool, dict[str, Any], bool]] = {
     "by its session's name": (True, {"kvserver.session_id": "agent"}, True),
     "by a request that is not trusted": (False, PIN, False),
 }
-
-
-@pytest.fixture
-def l1_file() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="kvs-", dir="/dev/shm"))
-    yield folder / "l1"
-    shutil.rmtree(folder)
 
 
 def serve(engine: Engine, text: Prompt, params: dict[str, Any]) -> dict[str, Any]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import random
-import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,13 +12,6 @@ from engines import Engine, Engines, Prompt
 from support.daemon import Daemon, wait_until
 
 PROMPTS = 3
-
-
-@pytest.fixture
-def l1_file() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="kvs-", dir="/dev/shm"))
-    yield folder / "l1"
-    shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize("restarts", [2, pytest.param(50, marks=pytest.mark.long)])
