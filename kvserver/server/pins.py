@@ -164,7 +164,8 @@ class Pins:
         if cache.protections.get(protection.id) is None:
             bound = cache.protections.bound_of(protection) * pool.page_bytes
             return rejected(
-                "no_room", f"pins may use {bound} bytes of L1 for this model or tenant, and not even its first chunk fits"
+                "no_room",
+                f"pins may use {bound} bytes of L1 for this model or tenant, and not even its first chunk fits",
             )
         if boundary == leading and stores and not protection.note:
             id = tails_of(namespace)
