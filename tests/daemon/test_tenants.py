@@ -84,13 +84,13 @@ def test_tenants_without_a_share_are_counted_together_and_never_named(
 ) -> None:
     daemon = make_daemon(share=[A])
     worker = make_worker(daemon)
-    names = ["nobody", "tenant:a", "A", "a ", "a\n", "x" * 512]
+    names = ["tenant-of-no-share", "tenant:a", "A", "a ", "a\n", "x" * 512]
     for name in names:
         store(worker, make_keys(1, name), name)
     assert owned(daemon) == {worker.model_name: len(names)}
     assert daemon.metric("kvserver_l1_other_tenant_stores_total") == len(names)
     pages = daemon.http("/metrics")[1] + json.dumps(daemon.status())
-    assert "nobody" not in pages
+    assert "tenant-of-no-share" not in pages
     assert 'tenant="a"' in pages
     keys = make_keys(1)
     refused = worker.error_of(worker.lookup_message(keys, tenant="x" * 513))
