@@ -87,8 +87,8 @@ def test_prompts_are_decoded_although_their_last_stores_arrive_after_the_lookups
         return found
 
     lengths = random.Random(7)
-    for batch in range(6):
-        prompts = [prompt(1000 + 5 * batch + n, lengths.randrange(300, 1744)) for n in range(5)]
+    for batch in range(3):
+        prompts = [prompt(1000 + 10 * batch + n, lengths.randrange(300, 1744)) for n in range(10)]
         prefilled = prefill.ask("serve", requests=[{"prompt": text, "sampling": {"max_tokens": 1}} for text in prompts])
         waits = requests()["store_waits"]
         decode.send("serve", requests=handed_over(prompts, prefilled["outputs"], 2))
