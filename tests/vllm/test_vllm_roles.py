@@ -36,7 +36,8 @@ def decode(engines: Engines, roles: tuple[str, str]) -> Engine:
 
 def engine_of(engines: Engines, name: str, role: str) -> Engine:
     extra = TIMEOUTS | {"kvserver.fill_timeout_ms": 10_000}
-    return engines.get(f"{name} {role}", dtype="float32", extra=extra, transfer={"kv_role": role})
+    blocks = {"num_gpu_blocks_override": 500}  # room for ten prompts, whose stores are then not cancelled for others
+    return engines.get(f"{name} {role}", dtype="float32", extra=extra, transfer={"kv_role": role}, **blocks)
 
 
 def handed_over(prompts: list[Prompt], answers: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
