@@ -50,7 +50,7 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=10_000,
-            description="How long a request may wait until the daemon has read from its storage (L2) what its lookup missed, or until a running store has brought it; other requests run meanwhile. If the daemon does not answer either, half a second more. 0: never.",
+            description="How long a request may wait until the daemon has read from its storage (L2) what its lookup missed, or until a running store has brought it; other requests run meanwhile. A store that another engine has announced must begin within half of it. If the daemon does not answer either, half a second more. 0: never.",
         ),
     ] = 2_000.0
     load_timeout_ms: Annotated[
