@@ -142,8 +142,12 @@ def _states_not_served(vllm_config: VllmConfig, spec: Any) -> str:
         return f'mamba_cache_mode {spec.mamba_cache_mode!r}; with "align" vLLM keeps states at the ends of blocks'
     if TransferResults is None:
         return "before vLLM 0.30, which would compute on a wrong state after a failed load"
-    if vllm_config.speculative_config:
-        return "speculative decoding, in which a block may hold the state behind a rejected draft; without it they are cached"
+    if vllm_config.speculative_config and vllm_version() < (0, 32):
+        # Model runners V1 and V2 of 0.30 and 0.31 run a decode without drafts as a plain one, which ignores `num_accepted_tokens`.
+        return (
+            "speculative decoding before vLLM 0.32, which may compute a step without drafts on the state in front of accepted ones; "
+            "without it they are cached"
+        )
     if vllm_config.cache_config.use_replayssm:
         return "use_replayssm, in which a block may lack the last tokens of its state; without it they are cached"
     return ""

@@ -42,7 +42,6 @@ def with_states(mode="align", **unserved):
     def adjust(config, caches):
         caches.kv_cache_groups.append(KVCacheGroupSpec(["layers.9"], other))
         config.cache_config.use_replayssm = unserved.get("replays", False)
-        config.speculative_config = unserved.get("drafts")
 
     return adjust
 
@@ -75,7 +74,6 @@ REFUSED = {
     "prefill_context_parallel_size > 1": with_parallel("prefill_context_parallel_size"),
     "KV cache of kind MambaSpec: mamba_cache_mode 'none'": with_states("none"),
     "KV cache of kind MambaSpec: use_replayssm": with_states(replays=True),
-    "KV cache of kind MambaSpec: speculative decoding": with_states(drafts=SimpleNamespace(method="ngram")),
 }
 if not hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
     REFUSED["sleep mode before vLLM 0.33"] = sleeps
