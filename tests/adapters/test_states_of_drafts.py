@@ -83,11 +83,21 @@ def test_what_another_engine_reads_is_the_state_of_the_accepted_tokens(
     assert any(read)
 
 
-@pytest.mark.parametrize("count", [1, 4])
+def with_mtp(config, caches):
+    """vLLM then ends a prompt's steps a block earlier, and leaves the last block out of its own hits."""
+    config.speculative_config.method = "mtp"
+    assert config.speculative_config.use_eagle()
+
+
+@pytest.mark.parametrize(("count", "method"), [(1, "mtp"), (4, "mtp"), (4, "ngram")])
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_second_turn_goes_on_where_accepted_drafts_ended_a_chunk(make_daemon, make_engine, count, asynchronous):
+def test_a_second_turn_goes_on_where_accepted_drafts_ended_a_chunk(
+    make_daemon, make_engine, count, method, asynchronous
+):
     """vLLM keeps no state of a boundary that accepted drafts pass, unless it schedules asynchronously: the last one may be missing."""
     daemon, options = make_daemon(), {**QWEN3_NEXT, "drafts": count, "asynchronous": asynchronous}
+    if method == "mtp":
+        options["adjust"] = with_mtp
     writer, reader = make_engine(daemon, **options), make_engine(daemon, **options)
     hits = []
     for n in range(4):
