@@ -150,6 +150,10 @@ class PoolHook:
         """Size of the pool in blocks."""
         return len(self._blocks)
 
+    def has(self, block_id: int, group: int, block_hash: bytes) -> bool:
+        """True if vLLM's own cache has the KV of this hash in the block. A block that was allocated anew has no hash, or another one."""
+        return bool(self._blocks[block_id].block_hash == block_hash + group.to_bytes(4, "big"))
+
     @property
     def free(self) -> int:
         """Number of blocks that the pool could allocate."""

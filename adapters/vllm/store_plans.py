@@ -17,6 +17,7 @@ from kvserver.adapters.common.boundaries import Boundaries
 from kvserver.adapters.common.hazards import PinnedStores
 from kvserver.adapters.common.specs import StoreSpec
 from kvserver.adapters.vllm.acceptance import Acceptance
+from kvserver.adapters.vllm.blockpool import PoolHook
 from kvserver.adapters.vllm.chunks import Chunks, Offer, Tables
 from kvserver.adapters.vllm.contents import Contents
 from kvserver.adapters.vllm.facts import EngineFacts
@@ -55,12 +56,14 @@ class StorePlanner:
         facts: EngineFacts,
         variants: Variants,
         pins: PinnedStores,
+        pool: PoolHook,
         acceptance: Acceptance,
         ids: Iterator[int],
         counters: Counter[str],
         store_generated: bool = True,
     ) -> None:
         self._chunks, self._facts, self._variants, self._pins, self._ids = chunks, facts, variants, pins, ids
+        self._pool = pool
         self._acceptance, self._counters, self._store_generated = acceptance, counters, store_generated
         self._contents = Contents(chunks, counters)
         self._sends_contents = False  # with stores, in this session
@@ -111,7 +114,7 @@ class StorePlanner:
         if first >= end:
             return
         boundaries = self._boundaries_of(state)
-        tables = self._chunks.offered(tables, offers)
+        tables = self._chunks.offered(tables, [offer for offer in offers if self._is_resident(state.request, offer)])
         for number, group in enumerate(self._chunks.groups):
             wanted = boundaries.wanted(group, first, end, self._chunks.tokens)
             whole = [chunk for chunk in wanted if self._chunks.whole(number, tables, chunk)]
@@ -123,6 +126,14 @@ class StorePlanner:
         boundaries.passed(end)
         state.stored_chunks = end
         state.stored_blocks = max(state.stored_blocks, end * self._chunks.blocks)
+
+    def _is_resident(self, request: Request, offer: Offer) -> bool:
+        """False if vLLM gave the block away in the pass in which it offers it.
+
+        It does so where accepted drafts go on behind the boundary: it frees the boundary's block before it hands over the offer.
+        """
+        group, block_id, tokens = offer
+        return self._pool.has(block_id, group, request.block_hashes[tokens // self._chunks.hash_block_tokens - 1])
 
     def _store_tail(self, state: RequestState, tables: Tables, tokens: int, hold: Hold) -> None:
         """The single blocks behind the last chunk, but for those that are stored."""

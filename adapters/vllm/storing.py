@@ -48,7 +48,7 @@ class Storing:
             self._pins, pool.suspects, facts.block_tokens, counters, variants.are_files_same
         )  # fmt: skip
         self._planner = StorePlanner(
-            chunks, facts, variants, self._pins, self._acceptance, ids, counters, settings.store_generated
+            chunks, facts, variants, self._pins, pool, self._acceptance, ids, counters, settings.store_generated
         )  # fmt: skip
 
     def begin_session(self, hello: HelloReply | None) -> None:

@@ -34,7 +34,11 @@ ALLOCATES_IN_CONTEXT = hasattr(base.KVConnectorBase_V1, "get_mem_pool_context")
 LEAVES_GROUPS_OUT = hasattr(base.KVConnectorBase_V1, "get_loaded_kv_cache_group_ids")
 
 # Kinds of specs whose KV is no function of the tokens up to it, or not kept for all of them. Block hashes exist all the same.
-_NOT_BY_PREFIX = ("Cross", "Encoder", "RSWA")
+_NOT_BY_PREFIX = {
+    "Cross": "its KV is that of an encoder's input; no option changes that",
+    "Encoder": "a token's KV depends on tokens behind it; no option changes that",
+    "RSWA": "vLLM itself caches no prefix of R-SWA; no option changes that",
+}
 
 
 def layer_specs(kv_cache_config: KVCacheConfig) -> list[Any]:
@@ -81,33 +85,27 @@ def unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, outer: 
     if parallel.pipeline_parallel_size > 1 and vllm_config.speculative_config and not second_runner:
         # Its ranks but the last return before wait_for_save.
         return "pipeline parallel with speculative decoding on vLLM's model runner V1; set VLLM_USE_V2_MODEL_RUNNER=1"
-    for group in kv_cache_config.kv_cache_groups:  # of 0.30 and later
-        if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
-            return "a KV cache group of HiSparse, of which vLLM keeps a part in the host's memory or transfers nothing"
-    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    cached = by_prefix(kv_cache_config).values()
-    if specs and not cached:
-        kinds = sorted({type(layer).__name__ for layer in layer_specs(kv_cache_config)})
-        return f"KV cache of kind {' and '.join(kinds)}: vLLM caches no group of this model by its prefix"
-    if len(cached) < len(specs) and not LEAVES_GROUPS_OUT:
-        return "KV cache groups that are not cached by the prefix, before vLLM 0.32"
-    for layer in [layer for group in cached for layer in layers_of(group)]:
-        kind = type(layer).__name__
-        if any(word in kind for word in _NOT_BY_PREFIX):
-            return f"KV cache of kind {kind}"
-        if getattr(layer, "non_causal", False):
-            return "layers that attend non-causally: the KV of a token depends on tokens behind it"
-        if ("SlidingWindow" in kind or "ChunkedLocal" in kind) and TransferResults is None:
-            return f"KV cache of kind {kind} before vLLM 0.30, which would compute on null blocks after a failed load"
-        if "Mamba" in kind and (reason := _states_not_served(vllm_config, layer)):
-            return f"KV cache of kind {kind}: {reason}"
+    groups, cached = kv_cache_config.kv_cache_groups, by_prefix(kv_cache_config)
+    for number, group in enumerate(groups):
+        if reason := _of_hisparse(group):
+            return (
+                f"{_named(number, group)}: {reason}; leave HiSparseConnector and attention_config.hisparse_config out"
+            )
+    for number, group in enumerate(groups):
+        if number not in cached and not cached:
+            return f"{_named(number, group)}: vLLM caches no group of this model by its prefix; no option changes that"
+        if number not in cached and not LEAVES_GROUPS_OUT:
+            return f"{_named(number, group)}: vLLM caches it by no prefix, which needs vLLM 0.32 or later"
+    for number, group in cached.items():
+        if reason := next(filter(None, (_not_served(vllm_config, layer) for layer in layers_of(group))), ""):
+            return f"{_named(number, group)}: {reason}"
     # Not whether prefix caching is on: an operator may turn vLLM's own off, and vLLM does on CPUs, see whole_prompts_only.
     if not vllm_config.model_config.is_prefix_caching_supported:
         return "vLLM does not cache prefixes of this model"
-    if not specs:
+    if not groups:
         return "no KV cache"
-    if len(specs) > 1 and TransferResults is None:
-        return f"{len(specs)} KV cache groups before vLLM 0.30; disable the hybrid KV cache manager"
+    if len(groups) > 1 and TransferResults is None:
+        return f"{len(groups)} KV cache groups before vLLM 0.30; set --disable-hybrid-kv-cache-manager"
     if vllm_config.model_config.enable_sleep_mode and not hasattr(base.KVConnectorBase_V1, "unregister_kv_caches"):
         return "sleep mode before vLLM 0.33, which frees the KV cache without notifying its connector"
     aux_output = getattr(
@@ -137,15 +135,48 @@ def takes_hits_without_experts_back() -> bool:
     return hasattr(AuxOutputSchedulerConnector, "cap_external_hit")
 
 
+def _named(number: int, group: KVCacheGroupSpec) -> str:
+    """The group as an operator finds it: its number, kinds and layers."""
+    kinds = sorted({type(layer).__name__ for layer in layers_of(group)})
+    names = group.layer_names
+    layers = f", {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "") if names else ""
+    return f"KV cache group {number} ({' and '.join(kinds)}{layers})"
+
+
+def _of_hisparse(group: KVCacheGroupSpec) -> str:
+    """Reason why a group is HiSparse's (0.30 and later), or ""."""
+    if getattr(group, "host_resident", False):
+        return "HiSparse keeps it in the host's memory, in a pool of its own"
+    if not getattr(group, "enable_kv_transfer", True):
+        return "HiSparse's copy on the GPU of a part of the host's KV, which vLLM hands to no connector"
+    return ""
+
+
+def _not_served(vllm_config: VllmConfig, layer: Any) -> str:
+    """Reason why a layer's KV is not served, and the cure, or ""."""
+    kind = type(layer).__name__
+    if reason := next((reason for word, reason in _NOT_BY_PREFIX.items() if word in kind), ""):
+        return reason
+    if getattr(layer, "non_causal", False):
+        return "layers that attend non-causally: a token's KV depends on tokens behind it; no option changes that"
+    if ("SlidingWindow" in kind or "ChunkedLocal" in kind) and TransferResults is None:
+        return "vLLM before 0.30 would compute on null blocks after a failed load; needs vLLM 0.30 or later"
+    return _states_not_served(vllm_config, layer) if "Mamba" in kind else ""
+
+
 def _states_not_served(vllm_config: VllmConfig, spec: Any) -> str:
     if spec.mamba_cache_mode != "align":
-        return f'mamba_cache_mode {spec.mamba_cache_mode!r}; with "align" vLLM keeps states at the ends of blocks'
+        return f"mamba_cache_mode {spec.mamba_cache_mode!r} keeps no states at the ends of blocks; set --mamba-cache-mode align"
     if TransferResults is None:
-        return "before vLLM 0.30, which would compute on a wrong state after a failed load"
-    if vllm_config.speculative_config:
-        return "speculative decoding, in which a block may hold the state behind a rejected draft; without it they are cached"
+        return "vLLM before 0.30 would compute on a wrong state after a failed load; needs vLLM 0.30 or later"
+    if vllm_config.speculative_config and vllm_version() < (0, 32):
+        # Model runners V1 and V2 of 0.30 and 0.31 run a decode without drafts as a plain one, which ignores `num_accepted_tokens`.
+        return (
+            "with speculative decoding vLLM before 0.32 may compute a step without drafts on the state in front of accepted ones; "
+            "needs vLLM 0.32 or later, or no speculative_config"
+        )
     if vllm_config.cache_config.use_replayssm:
-        return "use_replayssm, in which a block may lack the last tokens of its state; without it they are cached"
+        return "with ReplaySSM a block may lack the last tokens of its state; leave --use-replayssm out"
     return ""
 
 

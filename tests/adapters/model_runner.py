@@ -6,7 +6,7 @@ Owns: the requests' tokens and blocks, and each rank's KV. Refuses to know: the 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -47,7 +47,10 @@ class Row:
     computed: int  # tokens with KV
     numbers: list[int] = field(default_factory=list)  # KV numbers of the tokens
     drafts: list[int] = field(default_factory=list)
-    state_at: int = 0  # tokens whose state its running blocks hold
+    state_at: int = 0  # tokens that end in the column where its last step's states begin
+    accepted: int = 1  # its state is so many columns behind that one, less one
+    prefilled: int = 0  # tokens that it had as it was scheduled first, or again
+    verifies: bool = False  # this step has a state behind each of its tokens
     prompt_tokens: int = 0
     replay_start: int = 0  # replayed windows have KV from there on
     hit: int = 0  # tokens before it have KV, also those that are computed again for the replayed windows
@@ -152,17 +155,26 @@ class Runner:
         if zeroed or len(copies):
             self.launch(write)
 
-    def copy_states(self, tables: list[list[int]], before: int, computed: int) -> None:
-        """A state begins in the block in which the state of the step before ended, which other requests may share."""
+    def copy_states(self, tables: list[list[int]], source: int, target: int) -> None:
+        """Copy the states from one column of the block tables to another."""
         for table, layer in self._states(tables):
-            source, target = ((tokens - 1) // layer.spec.block_size for tokens in (before, computed))
-            if before and source != target:
-                layer.kv[table[target]] = layer.kv[table[source]]
+            assert table[target], "the scheduler gave the null block for a state"
+            layer.kv[table[target]] = layer.kv[table[source]]
 
-    def write(self, name: str, tables: list[list[int]], first: int, numbers: Sequence[int], hit: int = 0) -> None:
+    def write(
+        self,
+        name: str,
+        tables: list[list[int]],
+        first: int,
+        numbers: Sequence[int],
+        hit: int = 0,
+        accepted: int = 1,
+        each: bool = False,
+    ) -> None:
         """The KV of the tokens from `first` on, of replayed layers alone before `hit`; `numbers` are those of all tokens.
 
-        States must be right as they begin, and rings have the raw keys of what is compressed with the first token.
+        States must be right as they begin, `accepted` - 1 columns behind the last token's, and rings have the raw keys of what is
+        compressed with the first token. `each`: a decode with drafts has a state behind each token, in a column of its own.
         """
         values, end = np.array(numbers, np.uint64), len(numbers)
         for table, layer in self._rings(tables):
@@ -178,18 +190,25 @@ class Runner:
             assert 0 not in ids, "the scheduler gave the null block to write to"
             layer.kv[ids, :, places] = layer.words(values[tokens])
         for table, layer in self._states(tables):
-            running = table[(end - 1) // layer.spec.block_size]
-            assert running, "the scheduler gave the null block for a state"
+            column = (end - 1) // layer.spec.block_size
             begun = layer.words(values[first - 1 : first])
-            assert not first or (layer.kv[running, :, 0] == begun).all(), (
+            assert not first or (layer.kv[table[column + accepted - 1], :, 0] == begun).all(), (
                 f"rank {self.rank}: request {name} goes on from a foreign state at token {first}, {layer.name}: {table}"
             )
-            layer.kv[running] = layer.words(values[end - 1 :])[:, :, None]
+            for place, value in enumerate(values[first if each else end - 1 :], column):
+                assert table[place], "the scheduler gave the null block for a state"
+                layer.kv[table[place]] = value ^ layer.salt[:, None]
 
     def check(
-        self, name: str, tables: list[list[int]], computed: int, numbers: Sequence[int], replay_start: int = 0
+        self,
+        name: str,
+        tables: list[list[int]],
+        computed: int,
+        numbers: Sequence[int],
+        replay_start: int = 0,
+        each: bool = False,
     ) -> None:
-        """All KV that the tokens from `computed` on attend to; and the states as they end."""
+        """All KV that the tokens from `computed` on attend to; and the states as they end, as write() has them."""
         values, end = np.array(numbers, np.uint64), len(numbers)
         for table, layer in self._attention(tables):
             tokens, ids, places = layer.places(table, layer.first_read(computed, replay_start), end)
@@ -199,10 +218,10 @@ class Runner:
                 f"of {end}, {computed} were computed before, blocks {table}"
             )
         for table, layer in self._states(tables):
-            ended = layer.kv[table[(end - 1) // layer.spec.block_size], :, 0]
-            assert (ended == layer.words(values[end - 1 :])).all(), (
-                f"the state of {name} in {layer.name} was overwritten"
-            )
+            for place, value in enumerate(values[computed if each else end - 1 :], (end - 1) // layer.spec.block_size):
+                assert (layer.kv[table[place], :, 0] == value ^ layer.salt).all(), (
+                    f"the state of {name} in {layer.name} was overwritten"
+                )
 
     def _attention(self, tables: list[list[int]]) -> list[tuple[list[int], Layer]]:
         other = (MambaSpec, CircularBufferSpec)
@@ -238,12 +257,15 @@ class Batch:
         self._runners = runners
         self._drafts = drafts  # proposed for each request
         self._luck = random.Random(5)
+        self._scheduled: Container[str] = ()
         layers = [layer for layers in runners[0].layers for layer in layers]
         self._replayed = max((layer.replayed for layer in layers), default=0)
+        self._state_tokens = next((layer.spec.block_size for layer in layers if isinstance(layer.spec, MambaSpec)), 0)
 
     def forward(self, output: SchedulerOutput, weights: int) -> ModelRunnerOutput:
         """Write the scheduled tokens' KV, check all KV that they attend to, sample."""
         self._take_changes(output)
+        self._scheduled = output.num_scheduled_tokens
         inputs: dict[str, list[int]] = {}
         numbers: dict[str, list[int]] = {}
         for name, count in output.num_scheduled_tokens.items():
@@ -253,7 +275,8 @@ class Batch:
             assert len(known) == count - len(drafts), f"{name}: scheduled beyond what is known"
             inputs[name] = [*row.tokens[: row.computed + len(known)], *drafts]
             numbers[name] = row.numbers_of(inputs[name], weights)
-        for act in (self._copy_states, self._write, self._check):
+            row.verifies = count == len(drafts) + 1 and (bool(drafts) or row.computed >= row.prefilled)
+        for act in (self._begin_states, self._write, self._check):
             for name in output.num_scheduled_tokens:
                 act(name, self.rows[name], numbers[name])
         sampled = [
@@ -261,24 +284,59 @@ class Batch:
             for name, count in output.num_scheduled_tokens.items()
         ]
         names = list(output.num_scheduled_tokens)
+        for name, tokens in zip(names, sampled, strict=True):
+            self._end_states(self.rows[name], len(tokens))
         return ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, sampled)
 
-    def _copy_states(self, name: str, row: Row, numbers: list[int]) -> None:
-        for runner in self._runners:
-            runner.launch(partial(runner.copy_states, deepcopy(row.tables), row.state_at, len(numbers)))
+    def _begin_states(self, name: str, row: Row, numbers: list[int]) -> None:
+        """As vLLM's `preprocess_mamba_align_fused_kernel` and `precopy_mamba_align_fused_kernel`.
+
+        A step's states begin in the column of its last token, drafts included. The state of the step before is copied there: other
+        requests may share the block that has it.
+        """
+        if not self._state_tokens:
+            return
+        source, target = ((tokens - 1) // self._state_tokens for tokens in (row.state_at, len(numbers)))
+        if row.state_at and source != target:
+            self._copy_states(row, source + row.accepted - 1, target)
+            row.accepted = 1
         row.state_at = len(numbers)
+
+    def _end_states(self, row: Row, sampled: int) -> None:
+        """As vLLM's `postprocess_mamba_fused_kernel`: where the accepted tokens passed the end of a block, its state is copied there."""
+        row.accepted = max(1, sampled)
+        if not self._state_tokens:
+            return
+        column, running = (row.state_at - 1) // self._state_tokens, row.computed - row.accepted + 1
+        boundary = row.computed // self._state_tokens * self._state_tokens
+        if boundary >= running:
+            source, target = column + boundary - running, boundary // self._state_tokens - 1
+            if source != target:
+                self._copy_states(row, source, target)
+            if column == target:
+                row.accepted = 1
+
+    def _copy_states(self, row: Row, source: int, target: int) -> None:
+        for runner in self._runners:
+            runner.launch(partial(runner.copy_states, deepcopy(row.tables), source, target))
 
     def _write(self, name: str, row: Row, numbers: list[int]) -> None:
         for runner in self._runners:
-            runner.launch(partial(runner.write, name, deepcopy(row.tables), row.computed, numbers, row.hit))
+            runner.launch(
+                partial(
+                    runner.write, name, deepcopy(row.tables), row.computed, numbers, row.hit, row.accepted, row.verifies
+                )
+            )
 
     def _check(self, name: str, row: Row, numbers: list[int]) -> None:
         for runner in self._runners:
-            runner.launch(partial(runner.check, name, deepcopy(row.tables), row.computed, numbers, row.replay_start))
+            runner.launch(
+                partial(runner.check, name, deepcopy(row.tables), row.computed, numbers, row.replay_start, row.verifies)
+            )
 
     @staticmethod
     def _begin(tokens: list[int], tables: Sequence[Sequence[int]], computed: int) -> Row:
-        return Row(tokens, [list(table) for table in tables], computed, state_at=computed)
+        return Row(tokens, [list(table) for table in tables], computed, state_at=computed, prefilled=len(tokens))
 
     def _take_changes(self, output: SchedulerOutput) -> None:
         for name in output.finished_req_ids:
@@ -309,6 +367,7 @@ class Batch:
                 if computed < row.computed:  # vLLM took steps back
                     del row.tokens[row.prompt_tokens + outputs :], row.numbers[computed:]
                     row.computed = row.state_at = computed
+                    row.accepted = 1
                 # Under async scheduling the scheduler counts drafts as if all were accepted.
                 assert row.computed <= computed if self._drafts else row.computed == computed
 
@@ -347,8 +406,8 @@ class Batch:
         return found
 
     def take_drafts(self) -> DraftTokenIds:
-        """What is proposed for the next step."""
-        drafts = {name: row.drafts for name, row in self.rows.items() if row.drafts}
+        """What is proposed for the next step, to the requests of the last one."""
+        drafts = {name: row.drafts for name, row in self.rows.items() if row.drafts and name in self._scheduled}
         return DraftTokenIds(list(drafts), list(drafts.values()))
 
 

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -127,6 +127,9 @@ def configure(
     cache.num_gpu_blocks = cache.num_gpu_blocks_override = num_blocks
     if any(isinstance(layer, MambaSpec) for layer in layers):
         cache.mamba_cache_mode = "align"
+        layers = [
+            replace(layer, num_speculative_blocks=drafts) if isinstance(layer, MambaSpec) else layer for layer in layers
+        ]
     speculation = (
         SpeculativeConfig(method="ngram", num_speculative_tokens=drafts, prompt_lookup_max=3) if drafts else None
     )
