@@ -135,4 +135,6 @@ def test_sessions_end_with_a_clear(daemon: Daemon, worker: Worker) -> None:
 
 def test_the_form_of_a_lookup_without_sessions_is_decoded_as_before(worker: Worker) -> None:
     message = worker.lookup_message(keys(1, 2))
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(message))[12:17] == ["", None, None, None, ""], "no pin, no hand-over, no tenant"
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(message))[12:17] == ["", None, None, None, ""], (
+        "no pin, no hand-over, no tenant"
+    )

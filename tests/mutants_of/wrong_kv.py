@@ -33,7 +33,7 @@ MUTANTS = (
     Mutant("what another session uses leaves with a deleted one", "unit/cache/test_sessions.py",
            "kvserver/cache/sessions.py", "Sessions.use", "if not lost:", "if True:"),
     Mutant("a chunk that arrives for a pin is protected beyond the share", "unit/server/test_pins.py",
-           "kvserver/cache/protections.py", "Protections.arrived", "if self.fitting(chunk.namespace.model, [chunk]):", "if True:"),
+           "kvserver/cache/protections.py", "Protections.arrived", "if self.fitting([chunk]):", "if True:"),
     Mutant("a session is pinned beyond the share", "unit/server/test_pins.py",
            "kvserver/cache/cache.py", "Cache.protect_session", "own[:fits]", "own"),
     Mutant("a pin by session_id reaches another salt's session", "daemon/test_session_pins.py",
