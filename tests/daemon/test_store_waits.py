@@ -6,14 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 from support.daemon import Daemon, wait_until
 from support.memory import two_groups
 from support.worker import Worker, make_keys
 
 from kvserver._native import State
 from kvserver.protocol import AwaitFill, HandOver, Lookup, LookupReply, ObjectGroup
-from kvserver.server.store_waits import MOST_PROMISED
 
 MakeWorker = Callable[..., Worker]
 FULL, TAIL = ObjectGroup("full", (0,), 16), 1
@@ -251,14 +249,3 @@ def test_handed_over_prompt_whose_store_still_runs_at_the_limit_is_late(
         number = decode.send(AwaitFill(handed(decode, keys, prefill.instance_id, CHUNK), 1))
         assert reply_to(decode, number).hit_chunks == 0
         assert requests_of(pausing, decode)["late_handovers"] == 1
-
-
-def test_made_up_hand_overs_make_only_so_many_requests_wait(daemon: Daemon, make_worker: MakeWorker) -> None:
-    """Further ones are answered at once; so is each when its request ends."""
-    prefill, decode, keys = make_worker(daemon), make_worker(daemon), make_keys(1)
-    for number in range(MOST_PROMISED):
-        lookup = replace(handed(decode, keys, prefill.instance_id, CHUNK), request_id=f"r{number}")
-        decode.send(AwaitFill(lookup, LONG))
-    one_more = replace(handed(decode, keys, prefill.instance_id, CHUNK), request_id="one more")
-    assert reply_to(decode, decode.send(AwaitFill(one_more, LONG))).hit_chunks == 0
-    assert requests_of(daemon, decode)["store_waits"] == MOST_PROMISED

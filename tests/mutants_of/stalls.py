@@ -83,7 +83,7 @@ MUTANTS = (
            "unit/server/test_store_waits.py",
            "kvserver/server/store_waits.py", "StoreWaits._is_coming", "failed or wait.place", "wait.place"),
     Mutant("any number of requests waits for promises",
-           "daemon/test_store_waits.py::test_made_up_hand_overs_make_only_so_many_requests_wait",
+           "unit/server/test_store_waits.py",
            "kvserver/server/store_waits.py", "StoreWaits._wait", "< MOST_PROMISED", ">= 0"),
     Mutant("a request whose load failed tries again and again",
            "adapters/test_failed_loads.py::test_a_request_tries_one_load_whatever_is_remembered",

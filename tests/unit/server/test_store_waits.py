@@ -10,7 +10,7 @@ import pytest
 from kvserver.engines import Instances
 from kvserver.engines.counts import Counts
 from kvserver.protocol import HandOver, Lookup
-from kvserver.server.store_waits import StoreWaits
+from kvserver.server.store_waits import MOST_PROMISED, StoreWaits
 from unit.cache.small_cache import NS, keys, make_cache, plan, store
 
 TOKENS = 64
@@ -25,11 +25,10 @@ class Scene:
         instances = cast(Instances, SimpleNamespace(by_id=self.engines))
         self.waits = StoreWaits(self.cache, instances, clock=lambda: 1.0)
 
-    def begin(self, names: str) -> bool:
+    def begin(self, names: str, request_id: str = "r") -> bool:
         promise = HandOver("prefill", len(names) * TOKENS)
-        return self.waits.begin(
-            NS, Lookup("decode", "1", "r", 4, keys(names), handed_over=promise), 10**12, self.answered
-        )
+        lookup = Lookup("decode", "1", request_id, 4, keys(names), handed_over=promise)
+        return self.waits.begin(NS, lookup, 10**12, self.answered)
 
     def answered(self) -> None:
         self.answers += 1
@@ -75,3 +74,12 @@ def test_request_that_ends_is_answered_and_counts_as_no_lost_hand_over(scene: Sc
     scene.waits.end(("decode", "r"))
     assert (scene.answers, scene.waits.next_due_ns) == (1, None)
     assert scene.counts.lost_handovers == 0
+
+
+def test_made_up_hand_overs_make_only_so_many_requests_wait(scene: Scene) -> None:
+    assert all(scene.begin("a", f"r{number}") for number in range(MOST_PROMISED))
+    assert not scene.begin("a", "one more")
+    filling = plan(scene.cache, "b")
+    assert scene.begin("b", "of a store that runs"), "others wait for what runs all the same"
+    scene.cache.finish_store(filling, copied=True)
+    assert scene.step() == 1
