@@ -156,18 +156,18 @@ RUNS = [
     ("deepseek-v3.2", {"asynchronous": False, "world_size": 2}),
     ("qwen3-next", {"asynchronous": True}),
     ("qwen3-next", {"asynchronous": False, "max_tokens_per_step": 96, "late": True, "world_size": 2}),
-    ("qwen3-next", {"asynchronous": True, "drafts": 2, "runner": 2}),
-    ("qwen3-next", {"asynchronous": False, "drafts": 4, "max_tokens_per_step": 96, "late": True}),
     ("kimi-linear", {"asynchronous": True, "world_size": 2}),
-    ("kimi-linear", {"asynchronous": True, "drafts": 1}),
     ("nemotron", {"asynchronous": True, "max_tokens_per_step": 80, "runner": 2}),
-    ("nemotron", {"asynchronous": True, "drafts": 3, "runner": 2}),
     ("deepseek-v4", {"asynchronous": True, "max_tokens_per_step": 512}),
     ("deepseek-v4.1", {"asynchronous": True, "max_tokens_per_step": 512}),
     ("deepseek-v4.1", {"asynchronous": False, "drafts": 3}),
     ("glm-5.3", {"asynchronous": True, "world_size": 2}),
     ("qwen4", {"asynchronous": True, "drafts": 2, "max_tokens_per_step": 96}),
     ("qwen4", {"asynchronous": False, "late": True}),
+    ("qwen3-next", {"asynchronous": True, "drafts": 2, "runner": 2}),
+    ("qwen3-next", {"asynchronous": False, "drafts": 4, "max_tokens_per_step": 96, "late": True}),
+    ("kimi-linear", {"asynchronous": True, "drafts": 1}),
+    ("nemotron", {"asynchronous": True, "drafts": 3, "runner": 2}),
 ]
 
 
