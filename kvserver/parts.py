@@ -117,7 +117,7 @@ class Parts:
             loads,
             storage,
             store_waits,
-            EngineReports(cache, storage.ended, instances, bus, observability.block_lifecycle.unapplied, clock),
+            EngineReports(cache, instances, bus, observability.block_lifecycle.unapplied, clock),
             self.upkeep,
             observability.feed,
             self.serving,

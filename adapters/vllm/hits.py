@@ -7,6 +7,7 @@ copies, stores, and how a lookup reaches the daemon (`lookups`).
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvserver.adapters.common.failed_loads import FailedLoads
@@ -85,6 +86,8 @@ class Hits:
         wishes = state.wishes
         if wishes.pin_seconds:
             state.pin = "requested"
+        if wishes.prefilled_tokens:  # it waits once for what was handed over: a later lookup finds what came
+            state.wishes = replace(wishes, prefilled_tokens=0)
         return Lookup(
             instance_id=self._facts.names.instance_id,
             incarnation=self._facts.names.incarnation,

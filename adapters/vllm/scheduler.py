@@ -313,7 +313,11 @@ class SchedulerHalf:
     def _hands_over(self, request: Request) -> bool:
         """True if another engine may decode the request: a proxy asks for it by vLLM's own parameter, or for one token alone."""
         asked = request.kv_transfer_params
-        return self._only_stores or request.max_tokens == 1 or (isinstance(asked, dict) and "do_remote_decode" in asked)
+        return (
+            self._only_stores
+            or request.max_tokens == 1
+            or (isinstance(asked, dict) and bool(asked.get("do_remote_decode")))
+        )
 
     def _plan_last_stores(self, state: RequestState, tables: Tables) -> None:
         self._follow_session(state)

@@ -245,7 +245,8 @@ class Cache:
         """
         while self.protections.end_one():
             pass
-        own = [each for each in session.listed if each.session is session and not each.detached]
+        listed = dict.fromkeys(session.listed)  # which may name a chunk twice while it is made shorter
+        own = [each for each in listed if each.session is session and not each.detached]
         own = [each for each in own if each.ready and not ~each.ready & each.namespace.groups.full]
         fits = self.protections.fitting(own)
         self.protections.protect(protection, own[:fits])

@@ -274,10 +274,11 @@ class Protections:
     def _forget_lost(
         self, protection: Protection, still_there: Callable[[bytes, int, bytes], tuple[bytes, ...]]
     ) -> None:
-        names = [name for name in protection.wanted if name[0] == protection.namespace]
-        (there,) = still_there(protection.namespace, 1, b"".join([key for _, key in names])) or (b"",)
-        found = {there[at : at + KEY_BYTES] for at in range(0, len(there), KEY_BYTES)}
-        lost = [name for name in protection.wanted if name[1] not in found]
+        found: set[Name] = set()
+        for id in {id for id, _ in protection.wanted}:  # a session has LoRAs, too
+            (there,) = still_there(id, 1, b"".join([key for of, key in protection.wanted if of == id])) or (b"",)
+            found |= {(id, there[at : at + KEY_BYTES]) for at in range(0, len(there), KEY_BYTES)}
+        lost = [name for name in protection.wanted if name not in found]
         if lost:
             self.forget(protection, lost)
             protection.note = f"lost: {len(lost)} chunks were neither kept in L1 nor are they in L2"

@@ -111,6 +111,7 @@ class Sessions:
         if session is not None and not session.deleted and (first := len(chunks) - len(session.listed)) >= 0:
             chunks = chunks[:first] if (chunks[first:] if first else chunks) == session.listed else chunks
         lost = [chunk for chunk in chunks if chunk.session is not session and chunk.session is not None]
+        lost = list(dict.fromkeys(lost))  # a peer may name a chunk twice
         if not lost:
             return
         taken = [chunk for chunk in lost if chunk.session.deleted] if session is not None else []

@@ -39,7 +39,6 @@ _MOST_SPEED = 1e12
 @dataclass
 class EngineReports:
     cache: Cache
-    end_fill: Callable[[tuple[str, str]], int]  # of (instance id, request id); returns the tokens that it read
     instances: Instances
     bus: Bus
     unapplied: set[str]  # the event thread adds instances whose report it could not apply; they are removed here
@@ -67,12 +66,12 @@ class EngineReports:
         if reports.demands(now):
             raise KVServerError(ErrorCode.REPORT_GAP, "reports were lost; send the full state of the blocks")
 
-    def end_request(self, request: EndRequest) -> None:
+    def end_request(self, request: EndRequest, of_fills: int) -> None:
+        """`of_fills`: tokens that were read from L2 for it."""
         instance = self._reporter(request)
         instance.counts.ended_requests += 1
         if _LEAST_SPEED <= request.prefill_tokens_per_second <= _MOST_SPEED:
             instance.reported_speed(request.prefill_tokens_per_second)
-        of_fills = self.end_fill((request.instance_id, request.request_id))
         self.cache.end_lease((request.instance_id, request.request_id))
         local = min(request.local_tokens, request.prompt_tokens)
         loaded = min(request.loaded_tokens, request.prompt_tokens - local)

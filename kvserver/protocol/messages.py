@@ -239,7 +239,7 @@ class LookupTail(ArrayMessage):
 class AwaitFill(ArrayMessage):
     """Bring to L1 what a Lookup misses, and running stores, its hand-over or L2 have. One reply, a LookupReply: when all is there, or after `wait_ms`.
 
-    For what was handed over and has not arrived it waits half of that. A second one of the same request ends the first.
+    For a store of this daemon that was handed over and has not begun it waits half of that. A second one of the same request ends the first.
     """
 
     lookup: Lookup

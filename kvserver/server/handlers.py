@@ -96,10 +96,12 @@ class Handlers:
             case ReportBlockAllocations():
                 self.reports.add_block_report(request)
             case EndRequest():
-                self.store_waits.end((request.instance_id, request.request_id))
-                self.lookups.complete((request.instance_id, request.request_id))
-                self.reports.end_request(request)
-                Pins(self.upkeep).request_ended(request.instance_id, request.request_id)
+                owner = (request.instance_id, request.request_id)
+                of_fills = self.storage.ended(owner)  # which may begin to wait for stores
+                self.store_waits.end(owner)
+                self.lookups.complete(owner)
+                self.reports.end_request(request, of_fills)
+                Pins(self.upkeep).request_ended(*owner)
             case DescribeScheduler():
                 self.reports.describe_scheduler(request)
             case EngineLoad():

@@ -25,7 +25,7 @@ from kvserver.events import Bus, LookupEnded
 from kvserver.protocol import KEY_BYTES, ErrorCode, KVServerError, Lookup, LookupReply, LookupTail
 from kvserver.server.copy_checks import check_chunk, check_tail, chunk_count
 from kvserver.server.serving import Serving
-from kvserver.server.store_waits import StoreWaits, promised_tokens
+from kvserver.server.store_waits import StoreWaits
 from kvserver.tiering import Storage
 
 _MOST_OPEN = 1024  # the oldest are over then: each keeps its keys
@@ -90,7 +90,7 @@ class L1Lookups:
         wants_tail = coming == hit_chunks and spec.tails and bool(outcome.missed) and self.cache.has_tails(namespace)
         if coming == hit_chunks:
             hit_tokens = hit_chunks * spec.chunk_tokens + looked.outcome.tail_tokens
-            instance.counts.lost_handovers += promised_tokens(request, spec.chunk_tokens) > hit_tokens
+            instance.counts.lost_handovers += self.store_waits.promised_tokens(request, spec.chunk_tokens) > hit_tokens
             if not wants_tail:
                 return self._over(looked)
         self._open[owner] = looked
@@ -168,7 +168,7 @@ class L1Lookups:
         """Count and publish it."""
         request, instance, outcome = looked.request, looked.instance, looked.outcome
         _count(instance, outcome, looked.chunk_tokens, request.tokens)
-        handed_over = promised_tokens(request, looked.chunk_tokens)
+        handed_over = self.store_waits.promised_tokens(request, looked.chunk_tokens)
         instance.counts.handed_over_tokens += handed_over
         ended = LookupEnded(
             int(self.clock() * 1e9), instance.instance_id, instance.model_name, request.request_id, looked.began_ns,

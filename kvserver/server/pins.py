@@ -176,12 +176,12 @@ class Pins:
         )  # fmt: skip
         keys = request.chunk_keys(0, request.chunks)
         boundary = cache.protect(protection, keys, request.tail_keys, request.chunk_keys(leading, known))
-        if cache.protections.get(protection.id) is None:
-            return self._no_room(protection)
-        if boundary == leading and stores and not protection.note:
+        if boundary == leading and stores and not protection.note and cache.protections.room(protection) > 0:
             id = tails_of(namespace)
             blocks = split_keys(tail[cache.leading(id, tail) * KEY_BYTES :])
             cache.protections.add(protection, [(id, key) for (key,) in blocks])
+        if cache.protections.get(protection.id) is None:
+            return self._no_room(protection)
         if boundary < leading:
             protection.note = f"no_room: {leading - boundary} chunks of L1 do not fit into --pin-share"
         elif known < request.chunks and not protection.note:

@@ -28,22 +28,6 @@ MOST_PROMISED = 512  # of these, for stores that have not arrived
 Owner = tuple[str, str]  # (instance id, request id)
 
 
-def promised_tokens(lookup: Lookup, chunk_tokens: int) -> int:
-    """Tokens of the lookup's chunks and blocks that its hand-over promises."""
-    return sum(_promised(lookup, chunk_tokens)) if lookup.handed_over is not None else 0
-
-
-def _promised(lookup: Lookup, chunk_tokens: int) -> tuple[int, int]:
-    """Tokens of whole chunks, and of whole blocks behind the last chunk."""
-    assert lookup.handed_over is not None
-    tokens, chunks = lookup.handed_over.tokens, len(lookup.keys) // KEY_BYTES
-    if tokens < chunks * chunk_tokens:
-        return tokens // chunk_tokens * chunk_tokens, 0
-    block_tokens = chunk_tokens // lookup.chunk_blocks
-    blocks = min(len(lookup.tail_keys) // KEY_BYTES, (tokens - chunks * chunk_tokens) // block_tokens)
-    return chunks * chunk_tokens, blocks * block_tokens
-
-
 @dataclass(slots=True)
 class _Wait:
     lookup: Lookup
@@ -116,13 +100,27 @@ class StoreWaits:
         if lookup.handed_over is None or by is None:
             return wait
         chunk_tokens = by.any_worker().spec.chunk_tokens
-        of_chunks, of_blocks = _promised(lookup, chunk_tokens)
-        if lookup.handed_over.instance_id not in self.instances.by_id:
-            of_blocks = 0  # of another machine, whose tails stay there
+        of_chunks, of_blocks = self._promised(lookup, chunk_tokens)
         wait.promised = of_chunks // chunk_tokens + of_blocks * lookup.chunk_blocks // chunk_tokens
         if sum(other.promised_until_ns > 0 for other in self._waits.values()) < MOST_PROMISED:
             wait.promised_until_ns = (int(self.clock() * 1e9) + due_ns) // 2
         return wait
+
+    def promised_tokens(self, lookup: Lookup, chunk_tokens: int) -> int:
+        """Tokens of the lookup's chunks and blocks that its hand-over promises."""
+        return sum(self._promised(lookup, chunk_tokens)) if lookup.handed_over is not None else 0
+
+    def _promised(self, lookup: Lookup, chunk_tokens: int) -> tuple[int, int]:
+        """Tokens of whole chunks, and of whole blocks behind the last chunk, which stay on their machine."""
+        assert lookup.handed_over is not None
+        tokens, chunks = lookup.handed_over.tokens, len(lookup.keys) // KEY_BYTES
+        if tokens < chunks * chunk_tokens:
+            return tokens // chunk_tokens * chunk_tokens, 0
+        if lookup.handed_over.instance_id not in self.instances.by_id:
+            return chunks * chunk_tokens, 0
+        block_tokens = chunk_tokens // lookup.chunk_blocks
+        blocks = min(len(lookup.tail_keys) // KEY_BYTES, (tokens - chunks * chunk_tokens) // block_tokens)
+        return chunks * chunk_tokens, blocks * block_tokens
 
     def _is_coming(self, wait: _Wait) -> bool:
         """True while what the hit lacks is being filled, or was promised and has not arrived."""

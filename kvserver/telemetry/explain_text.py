@@ -161,7 +161,8 @@ def advice(facts: Facts) -> list[str]:
             found.append(_saving(_NOT_LOADED.get(facts["not_loaded"], _WHY_NOT_LOADED), _not_loaded(facts)))
         case "no_lookup" if facts["missing"] is None:
             found.append(_NOT_LOADED.get(facts["not_loaded"], _NO_LOOKUP))
-    if (lost := facts["handed_over"] - facts["tokens"]["found"]) > 0:
+    tokens = facts["tokens"]
+    if (lost := facts["handed_over"] - max(tokens["found"], (tokens["l0"] or 0) + tokens["l1"] + tokens["l2"])) > 0:
         found.append(_saving(_HANDED_OVER, min(_computed(facts), lost)))
     saved = [
         (MissReason(reason), _saved(facts, MissReason(reason), missed))

@@ -136,7 +136,7 @@ class Fills:
         )  # fmt: skip
         if promised > fill.hit_chunks and sum(each.promised > 0 for each in self._fills.values()) < _MOST_PROMISED:
             fill.promised = min(promised, len(lookup.keys) // KEY_BYTES)
-            tokens, speed = (promised - fill.hit_chunks) * fill.worker.spec.chunk_tokens, instance.expected_speed
+            tokens, speed = (fill.promised - fill.hit_chunks) * fill.worker.spec.chunk_tokens, instance.expected_speed
             fill.promised_until_ns = now_ns + min(wait_ns, int(tokens / speed * 1e9) if speed else wait_ns)
         self._probes.begin(fill)
 
@@ -160,15 +160,16 @@ class Fills:
     def _plan(self, fill: Fill) -> None:
         """Queue what is to be read; answer at once if that is nothing, or would take longer than to compute it."""
         fill.planned = True
-        found = self._fitting(fill, self._bound_of(fill) - fill.brought_bytes)
+        found = self._fitting(fill, self._bound_of(fill))
         if found is None or not found.missing:  # nothing, or what has come to L1 meanwhile
             if not self._asks_again(fill):
                 self._finish(fill)
             return
         if not fill.planned_at:
-            if fill.give_up is None and self._presence.is_slow(
-                fill.instance, found.chunks - fill.hit_chunks, found.reads
-            ):
+            worth_it = (
+                fill.give_up is not None or fill.promised > found.chunks
+            )  # of a part of a promise nothing is known
+            if not worth_it and self._presence.is_slow(fill.instance, found.chunks - fill.hit_chunks, found.reads):
                 fill.counts.fills_not_begun += 1
                 self._finish(fill)
                 return
@@ -180,21 +181,16 @@ class Fills:
         """True if more was promised than has come, and the tiers are asked for it once more."""
         now_ns = int(self._clock() * 1e9)
         if (
-            fill.promised <= max(fill.chunks, fill.hit_chunks)
+            fill.promised <= fill.hit_chunks
             or fill.clipped
             or now_ns >= fill.promised_until_ns
             or not self._tiers.unknown_to(fill.durability)
+            or fill.promised <= self._cache.leading(fill.namespace, fill.lookup.keys)
         ):
             return False
         fill.asks_at_ns = min(now_ns + fill.asks_after_ns, fill.promised_until_ns)
         fill.asks_after_ns = min(2 * fill.asks_after_ns, LONGEST_ASK_NS)
         return True
-
-    def _promised_bytes(self, fill: Fill) -> int:
-        """Bytes that a promise may need, so that a fill that has begun has room for the rest of it."""
-        coverage = fill.coverages[0]
-        chunks = max(0, fill.promised - fill.hit_chunks)
-        return min(self._bound, chunks * coverage.bytes) if coverage is not None else 0
 
     def _ask(self, fill: Fill) -> None:
         fill.asks_at_ns, fill.planned = 0, False
@@ -215,6 +211,10 @@ class Fills:
             most = most_within(bound, found, fill.worker.spec.object_groups, fill.coverages)
 
     def _bound_of(self, fill: Fill) -> int:
+        if (
+            fill.began
+        ):  # it has read what was there of a promise, or waited for others: the rest needs room beside all that counts
+            return max(0, self._bound - self.used_bytes + fill.bytes - fill.brought_bytes)
         if fill.give_up is None:
             return self._bound
         planned = [each for each in self._fills.values() if not (each.began or each is fill)]
@@ -222,7 +222,7 @@ class Fills:
 
     def _queue(self, fill: Fill, found: Attainable) -> None:
         fill.chunks, fill.todo = found.chunks, deque(batches(found.missing))
-        fill.bytes = max(fill.brought_bytes + bytes_of(found), self._promised_bytes(fill))
+        fill.bytes = fill.brought_bytes + bytes_of(found)
         self._unqueue(fill)
         fill.queued = [part.bytes for part in found.reads]
         for tier, size in enumerate(fill.queued):
@@ -432,7 +432,7 @@ class Fills:
         fill.pinned += chunks
 
     def _finish_if_done(self, fill: Fill) -> None:
-        if fill.ended or fill.waits:
+        if fill.ended or fill.waits or not fill.planned:
             return
         while fill.awaited:
             chunk, group = fill.awaited[0]

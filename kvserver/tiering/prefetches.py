@@ -125,7 +125,8 @@ class Prefetches:
         self.end_where(lambda each: each.namespace.startswith(base))
 
     def tick(self) -> None:
-        """End those whose time is over, that found nothing, or whose namespace no engine reads."""
+        """End those whose time is over, that found nothing, whose namespace no engine reads, or whose pin has no room for more."""
         now, read = self._clock(), {each.described_prefix for each in self._instances.by_id.values()}
         self.end_where(lambda each: each.deadline <= now or each.has_ended or each.namespace not in read)
-        self.end_where(lambda each: each.of_pin and self._cache.protections.get(each.id) is None)
+        pins = self._cache.protections
+        self.end_where(lambda each: each.of_pin and ((pin := pins.get(each.id)) is None or not pin.wanted))

@@ -87,11 +87,13 @@ class Probes:
             else:
                 worth.beside -= 1
             asked = end.nanos > 0 if end.outcome is TierOutcome.DONE else end.outcome is TierOutcome.TIMEOUT
-            if chain and asked:  # the others were answered from memory, cancelled, or refused
+            # The others were answered from memory, cancelled, or refused; a promise is asked for before it is there.
+            if chain and asked and not fill.promised:
                 found = self._known_chunks(fill, tier, group) - known
                 worth.note(self._clock() - began, max(0, found), max(1, _chunks(fill) - known))
 
-        keys = fill.lookup.keys[fill.hit_chunks * KEY_BYTES :] if chain else fill.lookup.keys
+        last = fill.promised if again else _chunks(fill)
+        keys = fill.lookup.keys[(fill.hit_chunks if chain else 0) * KEY_BYTES : last * KEY_BYTES]
         self._tiers.probe(tier, fill.namespace, group, keys, chain, fill.read_due_ns(began), again, ended)
         if waits:
             fill.probes += 1

@@ -110,14 +110,15 @@ def test_an_engine_with_a_name_that_no_tenant_can_have_is_refused(tenant: str) -
 def test_two_tenants_share_a_prefix_and_two_salts_do_not_in_l1_and_in_l2(
     daemon: Daemon, make_engine: MakeEngine
 ) -> None:
-    engine = make_engine(daemon, extra=TRUST)
+    extra = TRUST | {"kvserver.fill_timeout_ms": 10_000}
+    engine = make_engine(daemon, extra=extra)
     for salt in (None, "mine"):
         assert ask(engine, f"cold {salt}", tenant="a", salt=salt) == 0
     engine.close()
     wait_until(lambda: daemon.status()["l2"][0]["objects"] == 6, 60, "6 objects in L2")
     for tier in ("l1", "l2"):
         for salt, shares in ((None, True), (f"unknown before {tier}", False), ("mine", True)):
-            engine = make_engine(daemon, extra=TRUST)
+            engine = make_engine(daemon, extra=extra)
             found = ask(engine, f"{tier} {salt}", tenant="b", salt=salt)
             assert found == (len(TOKENS) - 1 if shares else 0), f"salt {salt} in {tier}"
             engine.close()
@@ -127,6 +128,9 @@ def test_two_tenants_share_a_prefix_and_two_salts_do_not_in_l1_and_in_l2(
 
 def test_a_tenants_name_is_no_part_of_its_engines_namespace(daemon: Daemon, make_engine: MakeEngine) -> None:
     engines: list[Any] = [make_engine(daemon, extra=extra) for extra in ({}, OF_A, {"kvserver.tenant": "b"})]
-    found = {one["namespace"] for one in daemon.status()["instances"]}
-    assert len(found) == 1
-    assert len(engines) == len(daemon.status()["instances"])
+
+    def namespaces() -> list[str]:
+        found = [one["namespace"] for one in daemon.status()["instances"]]
+        return found if len(found) == len(engines) and all(found) else []
+
+    assert len(set(wait_until(namespaces, 60, "all are registered"))) == 1

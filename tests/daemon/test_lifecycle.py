@@ -263,7 +263,8 @@ def test_a_chunk_on_its_way_counts_as_filling_and_half_an_instance_as_unavailabl
         store = worker.begin_store(keys, worker.blocks_for(1))
         wait_until(lambda: daemon.status()["l1"]["chunks"] == 1)
         assert worker.lookup(keys) == 0
-    assert missed(daemon, worker) == {"filling": worker.chunk_blocks * 16}
+        worker.end_request()  # it does not wait for the store
+        wait_until(lambda: missed(daemon, worker) == {"filling": worker.chunk_blocks * 16})
     store.reply()
     half = make_worker(daemon, world_size=2)
     assert half.lookup(keys) == 0

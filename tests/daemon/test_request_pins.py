@@ -26,8 +26,8 @@ def engine(pressed: Daemon, make_worker: MakeWorker) -> Worker:
     return make_worker(pressed)
 
 
-def store(engine: Worker, keys: list[bytes], first_chunk: int = 0) -> None:
-    engine.store(keys, engine.blocks_for(len(keys)), first_chunk=first_chunk)
+def store(engine: Worker, keys: list[bytes], first_chunk: int = 0, **changes: Any) -> None:
+    engine.store(keys, engine.blocks_for(len(keys)), first_chunk=first_chunk, **changes)
 
 
 def rejected(daemon: Daemon) -> int:
@@ -118,10 +118,11 @@ def test_requests_pin_no_more_than_the_share(make_daemon: MakeDaemon, make_worke
     daemon.audit()
 
 
-def test_a_chunk_that_a_lookup_names_twice_unbalances_nothing(pressed: Daemon, engine: Worker) -> None:
+@pytest.mark.parametrize("session", ["", "s"])
+def test_a_chunk_that_a_lookup_names_twice_unbalances_nothing(pressed: Daemon, engine: Worker, session: str) -> None:
     engine.lookup([*KEYS[:2], KEYS[0], KEYS[5], KEYS[5]], "p", pin_seconds=HOUR)
-    store(engine, KEYS)
-    engine.lookup([*KEYS[:2], KEYS[0], KEYS[5], KEYS[5]], "q", pin_seconds=HOUR)
+    store(engine, KEYS, session_id="of the store")
+    engine.lookup([*KEYS[:2], KEYS[0], KEYS[5], KEYS[5]], "q", pin_seconds=HOUR, session_id=session or None)
     for request_id in "pq":
         engine.end_request(request_id)
     engine.unregister()

@@ -95,6 +95,7 @@ def test_blocks_of_a_tail_that_another_daemon_keeps_are_no_lost_hand_over(daemon
         promise = HandOver("a prefill engine", 3 * worker.hello.chunk_tokens + 16)
         lookup = worker.lookup_message(keys, handed_over=promise, tail_keys=b"".join(make_keys(1, "tail")))
         assert worker.ask(AwaitFill(lookup, 5_000), LookupReply).hit_chunks == 3
+        assert worker.ask(lookup, LookupReply).hit_chunks == 3
         (row,) = daemons[1].status()["instances"]
         assert row["requests"]["lost_handovers"] == 0
 

@@ -132,9 +132,7 @@ class Engine:
         self.instances = Instances()
         bus: Any = self  # publish() is all that is used of it
         cache = Cache(PagePool(1 << 20, 4096), POLICIES[Settings().eviction_policy]())
-        self._reports = EngineReports(
-            cache, lambda owner: 0, self.instances, bus, l0.unapplied, lambda: (self.now_ns + 0.5) / SECOND
-        )
+        self._reports = EngineReports(cache, self.instances, bus, l0.unapplied, lambda: (self.now_ns + 0.5) / SECOND)
         self.connect()
 
     def publish(self, event: Event, size: int = 0) -> bool:

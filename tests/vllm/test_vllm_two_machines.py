@@ -39,7 +39,9 @@ def prefills(url: str, decodes: Daemon) -> Iterator[Daemon]:
 
 def engine_of(engines: Engines, daemon: Daemon, name: str, role: str) -> Engine:
     extra = TIMEOUTS | {"kvserver.fill_timeout_ms": 10_000, "kvserver.weights_digest": "whole"}
-    engine = engines.get(name, endpoint=daemon.endpoint, dtype="float32", extra=extra, transfer={"kv_role": role})
+    engine = engines.get(
+        name, endpoint=daemon.endpoint, dtype="float32", extra=extra, transfer={"kv_role": role}, measures_speed=False
+    )
     engine.wait_ready()
     wait_until(lambda: any(row["namespace"] for row in daemon.status()["instances"]), 60, f"{name} is registered")
     wait_until(lambda: engine.counters()["connected"], 60, f"both halves of {name} are connected")

@@ -45,6 +45,7 @@ LEAVES_THE_SLOT: dict[str, Any] = {
     "engine": "sglang",
     "engine_version": "0.5.23",
     "unreported": ("requests",),
+    "kv_role": "kv_producer",
 }
 
 

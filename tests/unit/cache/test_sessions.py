@@ -530,3 +530,15 @@ def test_a_deleted_session_leaves_first_where_its_model_has_a_share(policy: str)
     request(6, 4)
     assert evicted == [1, 2, 2, 2, 2]
     cache.audit()
+
+
+def test_a_chunk_that_a_lookup_names_twice_is_lost_once() -> None:
+    cache = Cache(PagePool(200 * PAGE, PAGE), POLICIES["lru"]())
+    names = [number.to_bytes(32, "big") for number in range(4)]
+    cache.finish_store(cache.plan_store(NAMESPACE, one_group(1), b"".join(names), PAGE, session=key("a")), copied=True)
+    cache.lookup(NAMESPACE, b"".join([*names[:2], names[1], names[1]]), ("e", "r"), 1.0, key("b"))
+    cache.end_lease(("e", "r"))
+    found = cache.sessions.session(key("a"))
+    assert found is not None
+    assert found.chunks == 2
+    cache.audit()

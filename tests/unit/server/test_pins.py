@@ -13,7 +13,7 @@ from hypothesis import given
 from support.properties import Dice, examples, walks
 from support.turns import repeat
 
-from kvserver.cache import POLICIES, Cache, PagePool, SessionKey, one_group
+from kvserver.cache import POLICIES, Cache, PagePool, Protection, SessionKey, one_group
 from kvserver.protocol import Lookup
 from kvserver.server.pins import PinReport, PinRequest, Pins, SessionPinRequest
 from kvserver.tiering.storage import NoStorage
@@ -226,7 +226,7 @@ def test_pins_of_all_owners_together_protect_what_a_plain_model_does_within_the_
                 case "session":
                     world.pin_session(model, session or "s", seconds)
                 case "delete" if world.live:
-                    world.delete(dice.choice(sorted(world.live)))
+                    world.delete(dice.choice(list(world.live)))
                 case "time":
                     world.pass_time(dice.choice([0.5, 2.0, 400.0]))
                 case "clear":
@@ -244,3 +244,25 @@ def test_pins_of_all_owners_together_protect_what_a_plain_model_does_within_the_
         patch.setattr("kvserver.server.pins.MOST_OF_REQUESTS", MOST_OF_REQUESTS)
         walk()
     assert min(outcomes[each] for each in ("accepted", "clipped", "rejected", "missing")) > 10, outcomes
+
+
+def test_a_session_whose_list_is_being_made_shorter_is_pinned_chunk_by_chunk() -> None:
+    """The list names some chunks twice meanwhile."""
+    cache = Cache(PagePool(2000 * PAGE, PAGE), POLICIES["lru"]())
+    cache.protections.fraction = 0.49
+    names = [number.to_bytes(32, "big") for number in range(1000)]
+    plan = cache.plan_store(
+        IDS["a"], one_group(1), b"".join(names), PAGE, model_name="m", session=SessionKey(IDS["a"], b"", "a")
+    )
+    cache.finish_store(plan, copied=True)
+    for shared in (25, 33):
+        cache.lookup(IDS["a"], b"".join(names[:shared]), ("e", "r"), 1.0, SessionKey(IDS["a"], b"", "b"))
+        cache.end_lease(("e", "r"))
+    session = cache.sessions.session(SessionKey(IDS["a"], b"", "a"))
+    assert session is not None
+    assert len(set(session.listed)) < len(session.listed), "a pass has not ended"
+    protection = Protection("p", "operator", IDS["a"], cache.index.model("m"), 1e9, 0.0)
+    assert cache.protect_session(protection, session) == 0
+    cache.protections.add(protection, ())
+    assert len(set(protection.protected)) == len(protection.protected) == session.chunks == 967
+    cache.audit()

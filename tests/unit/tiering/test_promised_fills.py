@@ -64,8 +64,9 @@ def test_what_is_there_is_read_while_the_rest_is_awaited(f: Filling) -> None:
 
 def test_a_promise_that_is_not_kept_ends_at_the_requests_limit_with_what_came(f: Filling) -> None:
     gone(f, 2)
-    assert f.reply(begin(f, wait_ms=300)).hit_chunks == 2
-    assert probes(f) > 1
+    number = begin(f, wait_ms=3_000)
+    wait_until(lambda: probes(f) > 1)
+    assert f.reply(number).hit_chunks == 2
     f.worker.end_request()
     f.audit()
 
@@ -97,3 +98,48 @@ def test_a_promise_ends_with_its_request(f: Filling) -> None:
     f.worker.end_request()
     assert f.reply(number).hit_chunks == 0
     f.audit()
+
+
+def test_a_promise_whose_chunks_came_to_l1_another_way_ends_at_once(f: Filling) -> None:
+    gone(f, 0)
+    number = begin(f)
+    wait_until(lambda: probes(f) >= 2)
+    f.store(KEYS)
+    assert f.reply(number, seconds=9).hit_chunks == 6, "before its limit"
+    assert not f.gets()
+
+
+def test_what_comes_last_is_read_though_the_time_to_compute_it_is_over(f: Filling) -> None:
+    later = gone(f, 1)
+    number = begin(f)
+    wait_until(lambda: len(f.gets()) == 1)
+    f.tier.stopped = True
+    wait_until(lambda: f.tier.waiting)  # a probe for the rest
+    (fill,) = f.running.parts.storage.fills._fills.values()
+    fill.promised_until_ns = 1
+    f.tier.objects.update(later)
+    f.tier.release()
+    assert f.reply(number).hit_chunks == 6
+
+
+def test_a_promise_takes_no_room_that_other_fills_need_before_it_comes(f: Filling) -> None:
+    gone(f, 1)
+    begin(f)
+    wait_until(lambda: len(f.gets()) == 1 and probes(f) >= 3)
+    assert f.bytes() == f.worker.chunk_bytes
+
+
+def test_a_promise_of_which_little_has_come_is_not_judged_by_that(f: Filling) -> None:
+    f.tier.shared, f.tier.known = False, None
+    f.read_within(0.5, KEYS)
+    f.worker.end_request("slow")
+    f.forget_l1()
+    f.tier.shared, f.tier.known = True, set()
+    later = gone(f, 1)
+    (instance,) = f.running.parts.instances.by_id.values()
+    instance.prefill_speed = 10 * f.worker.hello.chunk_tokens  # a chunk in 0.1 s, all of them in 0.6
+    number = begin(f)
+    wait_until(lambda: len(f.gets()) == 7)
+    f.tier.objects.update(later)
+    assert f.reply(number).hit_chunks == 6
+    assert instance.counts.fills_not_begun == 0
