@@ -47,6 +47,9 @@ class RequestState(Question):
     engine_boundary: int = 0  # tokens at which the engine itself wants the state; 0: none
     tables: Tables = ()  # for vLLM before 0.30
     lost: bool = False  # its tables may be wrong: nothing is stored until vLLM sends them whole
+    offers: tuple[
+        Offer, ...
+    ] = ()  # of states, behind the chunks that were stored: a draft layer holds back the last tokens of a step
     wishes: Wishes = NONE
     pin: str = ""  # whether the pin that it wished was requested of the daemon; "" if it wished none
     turn: tuple[int, Any] = (0, None)  # `turn_of` the request, as of which all this is
@@ -55,7 +58,7 @@ class RequestState(Question):
     def store_again(self) -> None:
         """Reset the state to that of a request of which nothing is stored."""
         self.stored_chunks = self.stored_blocks = self.computed = 0
-        self.has_prompt_tail = False
+        self.has_prompt_tail, self.offers = False, ()
 
     def begin_turn(self, variant: Variant | None, wishes: Wishes) -> None:
         """A streaming session goes on: its prompt is another one now. `variant`: None if it must run without cache; the old
@@ -66,7 +69,7 @@ class RequestState(Question):
             self.store_again()
         self.wishes = wishes
         self.has_prompt_tail = self.give_up = False
-        self.boundaries = None
+        self.boundaries, self.offers = None, ()
         self.turn = turn_of(self.request)
 
 

@@ -77,6 +77,8 @@ class StorePlanner:
 
     def plan(self, state: RequestState, output: SchedulerOutput, computed: int) -> None:
         """Store the chunks that this step completes, and the blocks behind them where the prompt ends."""
+        if self._chunks.states:
+            state.offers += (*offers_of(state, output),)
         confirmed = min(self._confirmed(state.request, computed), state.trusted_tokens)
         # Not by what is confirmed: the last, partial block of the prompt has no hash.
         prompt_ends = self._chunks.tails and not state.has_prompt_tail and computed >= state.request.num_prompt_tokens
@@ -87,7 +89,7 @@ class StorePlanner:
         if not self._variants.is_current(state.request, state.variant):
             return
         hold = self._acceptance.hold
-        self._store_chunks(state, tables, offers_of(state, output), confirmed // self._chunks.tokens, hold)
+        self._store_chunks(state, tables, confirmed // self._chunks.tokens, hold)
         if prompt_ends:
             self._store_tail(state, tables, confirmed, hold)
             state.has_prompt_tail = True
@@ -106,15 +108,16 @@ class StorePlanner:
             state.request, state.variant
         ):
             hold = self._acceptance.hold_ended
-            self._store_chunks(state, tables, (), confirmed // self._chunks.tokens, hold)
+            self._store_chunks(state, tables, confirmed // self._chunks.tokens, hold)
             self._store_tail(state, tables, confirmed, hold)
 
-    def _store_chunks(self, state: RequestState, tables: Tables, offers: Sequence[Offer], end: int, hold: Hold) -> None:
+    def _store_chunks(self, state: RequestState, tables: Tables, end: int, hold: Hold) -> None:
         first = state.stored_chunks
         if first >= end:
             return
         boundaries = self._boundaries_of(state)
-        tables = self._chunks.offered(tables, [offer for offer in offers if self._is_resident(state.request, offer)])
+        offers = [offer for offer in state.offers if self._is_resident(state.request, offer)]
+        tables = self._chunks.offered(tables, offers)
         for number, group in enumerate(self._chunks.groups):
             wanted = boundaries.wanted(group, first, end, self._chunks.tokens)
             whole = [chunk for chunk in wanted if self._chunks.whole(number, tables, chunk)]
@@ -126,11 +129,13 @@ class StorePlanner:
         boundaries.passed(end)
         state.stored_chunks = end
         state.stored_blocks = max(state.stored_blocks, end * self._chunks.blocks)
+        state.offers = tuple([offer for offer in state.offers if offer[2] > end * self._chunks.tokens])
 
     def _is_resident(self, request: Request, offer: Offer) -> bool:
-        """False if vLLM gave the block away in the pass in which it offers it.
+        """False if vLLM has given the block away.
 
-        It does so where accepted drafts go on behind the boundary: it frees the boundary's block before it hands over the offer.
+        It may do so in the pass in which it offers it: where accepted drafts go on behind the boundary, it frees the boundary's block
+        before it hands over the offer.
         """
         group, block_id, tokens = offer
         return self._pool.has(block_id, group, request.block_hashes[tokens // self._chunks.hash_block_tokens - 1])

@@ -41,6 +41,10 @@ _NOT_BY_PREFIX = {
 }
 
 
+# Kinds of states that a step with drafts computes for each of them. vLLM's other kinds take no `num_accepted_tokens`.
+_TAKES_ACCEPTED = {"MAMBA2", "GDN_ATTN", "SHORT_CONV"}
+
+
 def layer_specs(kv_cache_config: KVCacheConfig) -> list[Any]:
     """The specs of all layers, also where a group has several; the scheduler's configuration has one for each group."""
     return [layer for group in kv_cache_config.kv_cache_groups for layer in layers_of(group)]
@@ -166,7 +170,7 @@ def _not_served(vllm_config: VllmConfig, layer: Any) -> str:
 
 def _states_not_served(vllm_config: VllmConfig, spec: Any) -> str:
     if spec.mamba_cache_mode != "align":
-        return f"mamba_cache_mode {spec.mamba_cache_mode!r} keeps no states at the ends of blocks; set --mamba-cache-mode align"
+        return f"mamba_cache_mode {spec.mamba_cache_mode!r} keeps no states at the ends of blocks; set --enable-prefix-caching"
     if TransferResults is None:
         return "vLLM before 0.30 would compute on a wrong state after a failed load; needs vLLM 0.30 or later"
     if vllm_config.speculative_config and vllm_version() < (0, 32):
@@ -175,6 +179,11 @@ def _states_not_served(vllm_config: VllmConfig, spec: Any) -> str:
             "with speculative decoding vLLM before 0.32 may compute a step without drafts on the state in front of accepted ones; "
             "needs vLLM 0.32 or later, or no speculative_config"
         )
+    if vllm_config.speculative_config and (kind := spec.mamba_type.name) not in _TAKES_ACCEPTED:
+        return f"with speculative decoding vLLM's {kind} layers ignore how many drafts were accepted; leave speculative_config out"
+    if vllm_config.speculative_config and vllm_config.parallel_config.pipeline_parallel_size > 1:
+        # Model runner V2 copies a step's accepted state on all ranks but the last only as that rank begins a later step.
+        return "with speculative decoding and pipeline parallelism a state may be copied after its store; leave one of them out"
     if vllm_config.cache_config.use_replayssm:
         return "with ReplaySSM a block may lack the last tokens of its state; leave --use-replayssm out"
     return ""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from modelless import configure
+from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import (
     CircularBufferSpec,
     CrossAttentionSpec,
@@ -35,7 +36,14 @@ NEEDS = "; needs vLLM 0.{} or later"
 
 
 def refused(
-    folder: Any, spec: KVCacheSpec, *, alone: bool = False, drafts: Any = None, replays: bool = False, **of_group: Any
+    folder: Any,
+    spec: KVCacheSpec,
+    *,
+    alone: bool = False,
+    drafts: Any = None,
+    replays: bool = False,
+    stages: int = 1,
+    **of_group: Any,
 ) -> str | None:
     """The reason for a model with this spec, behind a group of full attention unless it is `alone`."""
 
@@ -43,6 +51,7 @@ def refused(
         group = dataclasses.replace(KVCacheGroupSpec(["layers.2", "layers.5"], spec), **of_group)
         caches.kv_cache_groups[:] = [group] if alone else [KVCacheGroupSpec(["layers.0"], FULL), group]
         config.speculative_config, config.cache_config.use_replayssm = drafts, replays
+        config.parallel_config.pipeline_parallel_size = stages
 
     config, caches = configure(folder, "ipc:///no-daemon", adjust=adjust)
     return support.unsupported(config, caches, config.kv_transfer_config)
@@ -67,9 +76,9 @@ def refused(
             "layers that attend non-causally: a token's KV depends on tokens behind it" + NO_OPTION,
         ),
         (
-            dataclasses.replace(STATE, mamba_cache_mode="all"),
+            dataclasses.replace(STATE, mamba_cache_mode="none"),
             {},
-            "mamba_cache_mode 'all' keeps no states at the ends of blocks; set --mamba-cache-mode align",
+            "mamba_cache_mode 'none' keeps no states at the ends of blocks; set --enable-prefix-caching",
         ),
         (
             STATE,
@@ -98,3 +107,19 @@ def test_groups_of_an_older_vllm_name_the_version_that_serves_them(model_folder,
     for spec in (WINDOW, STATE):
         assert (refused(model_folder, spec) or "").endswith(NEEDS.format(30))
     assert (refused(model_folder, FULL) or "").endswith("; set --disable-hybrid-kv-cache-manager")
+
+
+@pytest.mark.skipif(support.vllm_version() < (0, 32), reason="states with drafts run without cache before vLLM 0.32")
+def test_states_with_drafts_are_served_only_where_vllm_keeps_those_of_accepted_tokens(model_folder, monkeypatch):
+    with_stages = property(lambda config: config.parallel_config.pipeline_parallel_size > 1)
+    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", with_stages)  # V1 serves no drafts with stages
+    kinds = type(STATE.mamba_type)
+    for kind in ("MAMBA1", "LINEAR"):
+        state = dataclasses.replace(STATE, mamba_type=kinds[kind])
+        reason = refused(model_folder, state, drafts=DRAFTS) or ""
+        assert f"{kind} layers ignore how many drafts were accepted; leave speculative_config out" in reason
+        assert refused(model_folder, state) is None
+    reason = refused(model_folder, STATE, drafts=DRAFTS, stages=2) or ""
+    assert "a state may be copied after its store; leave one of them out" in reason
+    assert refused(model_folder, STATE, stages=2) is None
+    assert refused(model_folder, FULL, drafts=DRAFTS, stages=2) is None

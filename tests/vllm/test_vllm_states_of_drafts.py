@@ -39,7 +39,9 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
 
 def started(engines: Engines, drafts: dict[str, object], name: str) -> Engine:
     states = {"mamba_cache_mode": "align", "block_size": None, "num_gpu_blocks_override": 60}
-    return engines.get(name, extra=TIMEOUTS, speculative_config=drafts, max_num_batched_tokens=2048, **states)
+    return engines.get(
+        name, extra=TIMEOUTS, runner="v2", speculative_config=drafts, max_num_batched_tokens=2048, **states
+    )
 
 
 def test_states_of_a_prompt_and_behind_accepted_drafts_are_those_of_the_writers_own_cache(
