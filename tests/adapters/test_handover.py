@@ -13,7 +13,9 @@ from modelless import Answer, Engine
 from sibling import Sibling, beside_sibling
 from support.daemon import Daemon, wait_until
 
+from kvserver.adapters.vllm.hits import Hits
 from kvserver.adapters.vllm.shortage import PATIENCE, STORING_SECONDS
+from kvserver.protocol import Lookup
 
 CHUNK = 64
 TOKENS = prompt(1, 3 * CHUNK + 2 * BLOCK + 4)
@@ -177,3 +179,20 @@ def test_engine_that_only_stores_lets_its_requests_wait_for_stores_but_not_for_l
     engine.run()
     assert other.right
     assert make_engine(daemon).generate("warm", [*prompt(1, 4 * CHUNK), 3]).external == (4 * CHUNK if ends else 0)
+
+
+def test_a_request_waits_once_for_what_was_handed_over(
+    make_daemon: MakeDaemon, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its later lookups, as after an answer that grew old, find what came."""
+    engine, made, make = make_engine(make_daemon(tails="on")), [], Hits._lookup_of
+
+    def twice(hits: Hits, state: Any) -> Lookup:
+        made.extend([make(hits, state), make(hits, state)])
+        return made[-2]
+
+    monkeypatch.setattr(Hits, "_lookup_of", twice)
+    params = {"kvserver.prefilled_tokens": PREFILLED, "kvserver.prefilled_by": "gone"}
+    engine.add("decode", TOKENS, sampling=given(params))
+    engine.run()
+    assert [lookup.handed_over is not None for lookup in made[:2]] == [True, False]

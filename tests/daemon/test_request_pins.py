@@ -162,3 +162,16 @@ def test_a_pin_whose_first_chunk_finds_no_room_ends_for_that_reason(
     wait_until(lambda: daemon.status()["pins"]["ended"]["no_room"] == 1, 60, "the first one ends")
     assert daemon.status()["pins"]["ended"]["lost_tier"] == 0
     assert [each["tokens"] for each in pins(daemon)] == [room * CHUNK_BLOCKS * BLOCK]
+
+
+def test_a_prompt_shorter_than_a_chunk_is_pinned_block_by_block(
+    make_daemon: MakeDaemon, make_worker: MakeWorker
+) -> None:
+    daemon = make_daemon(l1_size="1MiB", pin_share=0.5)
+    worker = make_worker(daemon, groups=(ObjectGroup("full", (0,), 16),), tails=True)
+    blocks = make_keys(3, "tail")
+    message = worker.lookup_message([], "p", tail_keys=b"".join(blocks), pin_seconds=HOUR)
+    worker.ask(message, LookupReply)
+    assert rejected(daemon) == 0
+    worker.store(blocks, range(1, 4), group=1)
+    wait_until(lambda: daemon.metric("kvserver_cache_pinned_bytes") > 0, 20, "the blocks are protected")

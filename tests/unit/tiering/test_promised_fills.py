@@ -143,3 +143,16 @@ def test_a_promise_of_which_little_has_come_is_not_judged_by_that(f: Filling) ->
     f.tier.objects.update(later)
     assert f.reply(number).hit_chunks == 6
     assert instance.counts.fills_not_begun == 0
+
+
+def test_a_request_that_ends_while_its_fill_reads_begins_no_wait_for_stores(f: Filling) -> None:
+    f.tier.stopped = True
+    promise = HandOver(f.worker.instance_id, 7 * f.worker.hello.chunk_tokens)
+    lookup = f.worker.lookup_message([*KEYS, *make_keys(1, "later")], handed_over=promise)
+    number = f.worker.send(AwaitFill(lookup, 10_000))
+    wait_until(lambda: f.tier.waiting)
+    f.worker.end_request()
+    assert f.reply(number, seconds=9).hit_chunks == 0
+    f.tier.release()
+    f.audit()
+    assert f.running.server.call(lambda: f.running.parts.cache.lease_count).result(10) == 0
