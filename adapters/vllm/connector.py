@@ -42,6 +42,7 @@ from kvserver.adapters.vllm.nesting import (
     begins_again,
     fails_requests,
     has_inexact_siblings,
+    is_the_only_one,
     outer_transfer,
 )
 from kvserver.adapters.vllm.prom import KVServerPromMetrics
@@ -128,7 +129,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         transfer = self._config.kv_transfer_config
         self._settings = read_settings(AdapterSettings, transfer.kv_connector_extra_config)
         outer = outer_transfer(transfer)
-        self._answers = outer is transfer or vllm_version() >= (0, 32)
+        self._answers = outer is transfer or (vllm_version() >= (0, 32) and is_the_only_one(outer))
         self._refusal = unsupported(self._config, self._caches_config, outer)
         # vLLM reads the policy after it built the connector; its default fails the request.
         for config in (transfer, outer):

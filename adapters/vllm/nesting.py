@@ -46,6 +46,11 @@ def has_inexact_siblings(outer: Any) -> bool:
     return any(name not in EXACT for name in _names(outer.kv_connector, outer.kv_connector_extra_config or {}))
 
 
+def is_the_only_one(outer: Any) -> bool:
+    """False if MultiConnector has another kvserver connector: vLLM raises where two connectors answer with one key."""
+    return list(_names(outer.kv_connector, outer.kv_connector_extra_config or {})).count(NAME) <= 1
+
+
 def _names(name: str | None, extra: dict[str, Any]) -> Iterator[str | None]:
     """Names of all connectors that are no wrappers."""
     inner = extra.get("connectors")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from sibling import Sibling, beside_sibling
 from support.daemon import Daemon, wait_until
 
 from kvserver.adapters.vllm.hits import Hits
+from kvserver.adapters.vllm.nesting import is_the_only_one
 from kvserver.adapters.vllm.shortage import PATIENCE, STORING_SECONDS
 from kvserver.protocol import Lookup
 
@@ -30,6 +32,13 @@ def with_role(role: str) -> dict[str, Any]:
         config.kv_transfer_config.kv_role = role
 
     return {"adjust": adjust}
+
+
+WRAPPER = {"kv_connector": "MultiConnector"}
+
+
+def within(inner: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"kv_connector_extra_config": {"connectors": inner}}
 
 
 def given(params: dict[str, Any] | None) -> dict[str, Any]:
@@ -110,6 +119,17 @@ def test_answers_of_two_connectors_are_joined(
     assert params is not None
     assert (params["do_remote_prefill"], params["kvserver.prefilled_tokens"]) == (True, 3 * CHUNK)
     assert make_engine(daemon).generate("decode", TOKENS, sampling=given(params)).external == 3 * CHUNK
+
+
+def test_one_of_two_kvserver_connectors_answers_nothing() -> None:
+    """vLLM raises where two connectors answer with one key."""
+    ours, other = {"kv_connector": "KVServerConnector"}, {"kv_connector": "NixlConnector"}
+    for inner, only in (
+        ([ours, other], True),
+        ([ours, ours], False),
+        ([other, {**WRAPPER, **within([ours, ours])}], False),
+    ):
+        assert is_the_only_one(SimpleNamespace(**WRAPPER, **within(inner))) is only
 
 
 def test_prompt_is_computed_at_once_where_the_hand_over_names_an_engine_of_another_daemon(
