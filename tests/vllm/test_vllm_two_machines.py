@@ -16,7 +16,7 @@ CHUNK = 256
 COUNT = 8
 
 
-@pytest.fixture(params=["valkey", "mooncake"])
+@pytest.fixture(params=["valkey", pytest.param("mooncake", marks=pytest.mark.long)])
 def url(request: pytest.FixtureRequest) -> Iterator[str]:
     with store_url(request.param, "handover") as found:
         yield found
