@@ -35,7 +35,7 @@ def decode(engines: Engines, roles: tuple[str, str]) -> Engine:
 
 
 def engine_of(engines: Engines, name: str, role: str) -> Engine:
-    extra = TIMEOUTS | {"kvserver.fill_timeout_ms": 10_000}
+    extra = TIMEOUTS | {"kvserver.fill_timeout_ms": 10_000, "kvserver.load_timeout_ms": 10_000}
     blocks = {"num_gpu_blocks_override": 500}  # room for ten prompts, whose stores are then not cancelled for others
     return engines.get(f"{name} {role}", dtype="float32", extra=extra, transfer={"kv_role": role}, **blocks)
 
@@ -88,8 +88,8 @@ def test_prompts_are_decoded_although_their_last_stores_arrive_after_the_lookups
         return found
 
     lengths = random.Random(7)
-    for batch in range(3):
-        prompts = [prompt(1000 + 10 * batch + n, lengths.randrange(300, 1744)) for n in range(10)]
+    for batch in range(6):
+        prompts = [prompt(1000 + 10 * batch + n, lengths.randrange(300, 1744)) for n in range(5)]
         prefilled = prefill.ask("serve", requests=[{"prompt": text, "sampling": {"max_tokens": 1}} for text in prompts])
         waits = requests()["store_waits"]
         decode.send("serve", requests=handed_over(prompts, prefilled["outputs"], 2))
