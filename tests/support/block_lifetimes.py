@@ -187,7 +187,7 @@ class Engine:
         id, model = self.names
         self.sequence += 1
         self.now_ns = ns(seconds)
-        self._reports.end_request(EndRequest(id, self.incarnation, model, self.sequence - 1, request))
+        self._reports.end_request(EndRequest(id, self.incarnation, model, self.sequence - 1, request), of_fills=0)
 
     def _point(self, family: str) -> Any:
         (found,) = [f for f in self.l0.families() if f.name == family]
