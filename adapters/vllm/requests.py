@@ -47,9 +47,8 @@ class RequestState(Question):
     engine_boundary: int = 0  # tokens at which the engine itself wants the state; 0: none
     tables: Tables = ()  # for vLLM before 0.30
     lost: bool = False  # its tables may be wrong: nothing is stored until vLLM sends them whole
-    offers: tuple[
-        Offer, ...
-    ] = ()  # of states, behind the chunks that were stored: a draft layer holds back the last tokens of a step
+    # Of states, behind the chunks that were stored: a draft layer holds back the last tokens of a step.
+    offers: tuple[Offer, ...] = ()
     wishes: Wishes = NONE
     pin: str = ""  # whether the pin that it wished was requested of the daemon; "" if it wished none
     turn: tuple[int, Any] = (0, None)  # `turn_of` the request, as of which all this is
