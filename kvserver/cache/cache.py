@@ -214,27 +214,32 @@ class Cache:
 
     # ---- protections -----------------------------------------------------------------------------
 
-    def protect(self, protection: Protection, keys: bytes, tails: Callable[[int], bytes], wanted: bytes = b"") -> int:
+    def protect(
+        self,
+        protection: Protection,
+        keys: bytes,
+        tails: Callable[[int], bytes],
+        wanted: Callable[[int], bytes] = lambda _: b"",
+    ) -> int:
         """Protect what a hit reads, up to the greatest boundary for which the bound has room, and begin the protection. Returns that boundary.
 
         `tails`: the keys of the blocks behind a number of chunks, which are protected too if all chunks are. `wanted`: the keys of further
-        chunks, which L1 may lack; none is wanted where there is no room before them. A protection that names no chunk does not begin.
+        chunks, which L1 may lack, by the pages of the bound that are left; none is wanted where there is no room before them. A protection
+        that names no chunk does not begin.
         REQUIRES: fewer than MOST_PROTECTIONS, and room for all names.
         """
         while self.protections.end_one():  # what those that have ended protected is room
             pass
-        boundary = self._protect_leading(protection, protection.namespace, keys)
+        boundary, more = self._protect_leading(protection, protection.namespace, keys), b""
         if boundary == self.leading(protection.namespace, keys):
             id, blocks = tails_of(protection.namespace), tails(boundary)
             if left := self.leading(id, blocks) - self._protect_leading(protection, id, blocks):
                 protection.note = f"no_room: {left} blocks at its end do not fit into --pin-share"
-        else:
-            wanted = b""
-        if not boundary and self.protections.room(protection) <= 0:
-            wanted = b""
-        self.protections.add(protection, [(protection.namespace, key) for (key,) in split_keys(wanted)])
+            if boundary or self.protections.room(protection) > 0:
+                more = wanted(self.protections.room(protection))
+        self.protections.add(protection, [(protection.namespace, key) for (key,) in split_keys(more)])
         self.protections.arrived(
-            [chunk for chunk in self.index.find_chunks(protection.namespace, wanted) if chunk is not None]
+            [chunk for chunk in self.index.find_chunks(protection.namespace, more) if chunk is not None]
         )
         return boundary
 

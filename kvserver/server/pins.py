@@ -175,7 +175,16 @@ class Pins:
             session=request.session, tenant=cache.index.tenants.get(request.tenant),
         )  # fmt: skip
         keys = request.chunk_keys(0, request.chunks)
-        boundary = cache.protect(protection, keys, request.tail_keys, request.chunk_keys(leading, known))
+
+        def wanted(pages: int) -> bytes:
+            """Of what L2 has only as much as will fit, from the first chunk on: reads end in any order."""
+            nonlocal known
+            if leading < known and not stores and (fits := leading + self._most_chunks(namespace, pages)) < known:
+                protection.note = f"no_room: {known - fits} chunks of L2 do not fit into --pin-share"
+                known = fits
+            return request.chunk_keys(leading, known)
+
+        boundary = cache.protect(protection, keys, request.tail_keys, wanted)
         if boundary == leading and stores and not protection.note and cache.protections.room(protection) > 0:
             id = tails_of(namespace)
             blocks = split_keys(tail[cache.leading(id, tail) * KEY_BYTES :])
@@ -190,6 +199,16 @@ class Pins:
             seconds = min(request.ttl_seconds, _MOST_READ_SECONDS)
             self._read(protection, request.chunk_keys(0, known), seconds, request.tenant)
         return self._begun(protection, logging.DEBUG if stores else logging.INFO)
+
+    def _most_chunks(self, namespace: bytes, pages: int) -> int:
+        """Number of chunks that so many pages may hold. Without an engine that reads the namespace nothing is read, so all may come."""
+        instance = self._upkeep.prefetches.reader(namespace)
+        if instance is None:
+            return MOST_CHUNKS
+        full = [number for number, group in enumerate(instance.any_worker().spec.object_groups) if group.kind == "full"]
+        objects = [of for number in full if (of := instance.coverages[number]) is not None]
+        of_chunk = sum([self._upkeep.cache.pool.pages_for(of.slot_bytes) * len(of.slots) for of in objects])
+        return max(0, pages) // of_chunk if of_chunk else MOST_CHUNKS
 
     def _read(self, protection: Protection, keys: bytes, seconds: float, tenant: str) -> None:
         """Begin to read what only L2 has, by a prefetch with the pin's id. Without room for one requests read it, or none does."""

@@ -241,15 +241,34 @@ def test_a_smaller_l1_ends_a_pin_that_it_does_not_keep(
 # ---- storage --------------------------------------------------------------------------------------------
 
 
-def only_in_l2(make_daemon: MakeDaemon, make_worker: MakeWorker, l2: str) -> tuple[Daemon, Worker]:
+def only_in_l2(
+    make_daemon: MakeDaemon, make_worker: MakeWorker, l2: str, pin_share: float = 0.5
+) -> tuple[Daemon, Worker]:
     """A daemon whose tier has the prompt, which has left L1."""
-    daemon = make_daemon(l1_size="1MiB", pin_share=0.5, l2=l2)
+    daemon = make_daemon(l1_size="1MiB", pin_share=pin_share, l2=l2)
     worker = make_worker(daemon)
     describe(worker)
     worker.store(KEYS, worker.blocks_for(len(KEYS)))
     wait_until(lambda: daemon.status()["l2"][0]["objects"] >= len(KEYS), what="they are written")
     press(worker, daemon)
     return daemon, worker
+
+
+def test_of_a_prompt_in_l2_only_the_beginning_that_will_fit_is_read_for_its_pin(
+    make_daemon: MakeDaemon, make_worker: MakeWorker, tmp_path: Path
+) -> None:
+    daemon, worker = only_in_l2(make_daemon, make_worker, f"file://{tmp_path}/l2?size=64MiB", pin_share=0.06)
+    fits = int(daemon.metric("kvserver_cache_pin_limit_bytes")) // worker.chunk_bytes
+    assert 0 < fits < len(KEYS)
+    found = pin(daemon, "deferred")
+    assert found["reason"].startswith(f"reading: {fits} ")
+    wait_until(lambda: pins(daemon)[0]["outcome"] == "clipped", 60, "what fits is read")
+    (shown,) = pins(daemon)
+    assert shown["tokens"] == fits * CHUNK_BLOCKS * BLOCK
+    assert shown["reason"] == f"no_room: {len(KEYS) - fits} chunks of L2 do not fit into --pin-share"
+    assert daemon.status()["l2"][0]["hits"] == fits
+    press(worker, daemon)
+    assert worker.lookup(KEYS, "q") == fits
 
 
 def test_a_prompt_that_is_only_in_l2_is_read_for_its_pin_and_protected(

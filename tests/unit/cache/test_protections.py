@@ -40,7 +40,7 @@ def protect(
     cache: Cache, names: str, id: str = "p", model: str = "a", deadline: float = FOREVER, wanted: str = ""
 ) -> Protection | None:
     protection = Protection(id, "operator", NAMESPACES[model], cache.index.model(model), deadline, 0.0)
-    cache.protect(protection, keys(names), lambda _: b"", keys(wanted))
+    cache.protect(protection, keys(names), lambda _: b"", lambda _: keys(wanted))
     return cache.protections.get(id)
 
 
@@ -144,7 +144,7 @@ def test_what_a_tenants_request_will_store_is_bounded_by_the_tenants_share() -> 
     assert cache.protections.bound_of(protection) == 2
     store(cache, "x")
     assert protect(cache, "x", "the model's room is used")
-    cache.protect(protection, b"", lambda _: b"", keys("abc"))
+    cache.protect(protection, b"", lambda _: b"", lambda _: keys("abc"))
     store(cache, "abc", tenant="t")
     assert (protection.pages, protection.note[:8]) == (2, "no_room:")
     audit(cache)

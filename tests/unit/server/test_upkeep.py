@@ -35,7 +35,7 @@ def upkeep(tier: SimpleNamespace) -> Upkeep:
     cache = Cache(PagePool(10 * PAGE, PAGE), POLICIES["lru"]())
     cache.protections.fraction = 1.0
     protection = Protection("p", "operator", NAMESPACE, cache.index.model("a"), 1e18, 0.0, kept=True)
-    cache.protect(protection, b"", lambda _: b"", keys("ab"))
+    cache.protect(protection, b"", lambda _: b"", lambda _: keys("ab"))
 
     def step() -> bool:
         return False
