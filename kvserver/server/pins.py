@@ -177,7 +177,7 @@ class Pins:
         keys = request.chunk_keys(0, request.chunks)
 
         def wanted(pages: int) -> bytes:
-            """Of what L2 has only as much as will fit, from the first chunk on: reads end in any order."""
+            """Keys of what L1 lacks; of what is in L2, as much as will fit, from the first chunk on: reads end in any order."""
             nonlocal known
             if leading < known and not stores and (fits := leading + self._most_chunks(namespace, pages)) < known:
                 protection.note = f"no_room: {known - fits} chunks of L2 do not fit into --pin-share"
