@@ -1,4 +1,4 @@
-"""How long a lookup waits for a running store, beside the rest of the store's copy.
+"""Time that a lookup waits for a running store, beside the rest of the store's copy.
 
     .venv/bin/python bench/store_wait.py [--rounds 200]
 

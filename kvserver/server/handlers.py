@@ -96,6 +96,7 @@ class Handlers:
             case ReportBlockAllocations():
                 self.reports.add_block_report(request)
             case EndRequest():
+                self.instances.instance(request.instance_id, request.incarnation)  # another's request goes on
                 owner = (request.instance_id, request.request_id)
                 of_fills = self.storage.ended(owner)  # which may begin to wait for stores
                 self.store_waits.end(owner)

@@ -6,7 +6,7 @@ being filled, and no longer than its engine's own limit. What is in L2 has been 
 A store may also not have arrived yet: an engine answers a request before it sends the request's last store. The answer then is a
 hand-over (`Lookup.handed_over`). What it promises must arrive within half of the request's limit, so that the other half is left
 for the copy. The wait ends sooner if a promised store fails, or if the engine that promised it disconnects. A client can make a
-hand-over up: it costs the client's own request that wait.
+hand-over up: it costs the client's own request that wait, and others one of MOST_PROMISED places.
 
 Owns: the requests that wait, and which object each waits for. Refuses to know: stores and fills (an object's state shows both),
 leases and replies (`lookups`), L2 (`tiering`).

@@ -289,7 +289,7 @@ class Batch:
         return ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, sampled)
 
     def _begin_states(self, name: str, row: Row, numbers: list[int]) -> None:
-        """As vLLM's `preprocess_mamba_align_fused_kernel` and `precopy_mamba_align_fused_kernel`.
+        """Copy the state that a step begins with, as vLLM's `preprocess_mamba_align_fused_kernel` and `precopy_mamba_align_fused_kernel` do.
 
         A step's states begin in the column of its last token, drafts included. The state of the step before is copied there: other
         requests may share the block that has it.
@@ -303,7 +303,7 @@ class Batch:
         row.state_at = len(numbers)
 
     def _end_states(self, row: Row, sampled: int) -> None:
-        """As vLLM's `postprocess_mamba_fused_kernel`: where the accepted tokens passed the end of a block, its state is copied there."""
+        """Copy the state of a block whose end the accepted tokens passed, as vLLM's `postprocess_mamba_fused_kernel` does."""
         row.accepted = max(1, sampled)
         if not self._state_tokens:
             return
@@ -406,7 +406,7 @@ class Batch:
         return found
 
     def take_drafts(self) -> DraftTokenIds:
-        """What is proposed for the next step, to the requests of the last one."""
+        """Drafts for the next step, of the requests of the last one."""
         drafts = {name: row.drafts for name, row in self.rows.items() if row.drafts and name in self._scheduled}
         return DraftTokenIds(list(drafts), list(drafts.values()))
 

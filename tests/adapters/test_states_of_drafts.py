@@ -25,7 +25,7 @@ FEW_BLOCKS = 50  # for some three of the requests below
 
 @dataclass
 class Drafts:
-    """What became of an engine's drafts."""
+    """Numbers of an engine's drafts, by what became of them."""
 
     accepted: int = 0
     rejected: int = 0

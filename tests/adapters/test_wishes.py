@@ -156,7 +156,7 @@ PIN_1H = SimpleNamespace(action_type="kvserver.pin", action_version="1.0", paylo
 
 
 def watched_answers(engine: Engine) -> list[Any]:
-    """What the connector returns at the end of each request from now on."""
+    """Answers of the connector at the end of each request from now on."""
     answers: list[Any] = []
     connector = engine.connector
     before = connector.request_finished_all_groups

@@ -11,7 +11,7 @@ from support.memory import two_groups
 from support.worker import Worker, make_keys
 
 from kvserver._native import State
-from kvserver.protocol import AwaitFill, HandOver, Lookup, LookupReply, ObjectGroup
+from kvserver.protocol import AwaitFill, Error, HandOver, Lookup, LookupReply, ObjectGroup
 
 MakeWorker = Callable[..., Worker]
 FULL, TAIL = ObjectGroup("full", (0,), 16), 1
@@ -95,6 +95,19 @@ def test_request_that_ends_while_it_waits_keeps_no_lease(pausing: Daemon, make_w
         decode.end_request()
         reply_to(decode, number)
         wait_until(lambda: pausing.status()["books"]["leases"] == 0)
+
+
+def test_an_end_by_another_incarnation_ends_no_wait(pausing: Daemon, make_worker: MakeWorker) -> None:
+    prefill, decode, keys = make_worker(pausing), make_worker(pausing), make_keys(2)
+    with pausing.paused_copies():
+        store = prefill.begin_store(keys, prefill.blocks_for(2))
+        pausing.wait_for_a_copy()
+        number = wait_for(decode, keys)
+        refused = decode.reply_to(decode.end_request(incarnation="another"))
+        assert isinstance(refused, Error)
+        assert refused.code == "duplicate_instance"
+    assert reply_to(decode, number).hit_chunks == 2
+    store.reply()
 
 
 def test_lookup_waits_for_single_blocks_of_the_tail(pausing: Daemon, make_worker: MakeWorker) -> None:

@@ -17,7 +17,7 @@ KEYS = make_keys(6)
 
 @pytest.fixture
 def f() -> Iterator[Filling]:
-    """What it stores is in L2 of another daemon, `later` is what comes there."""
+    """An engine whose stores are in another daemon's L2: nothing of them is known here."""
     with filling() as found:
         found.store(KEYS)
         found.written(KEYS)
