@@ -65,7 +65,7 @@ class Filling(NamedTuple):
 
     def audit(self) -> None:
         wait_until(lambda: not self.running.server.call(lambda: self.running.parts.storage.fills.open).result(10))
-        assert self.running.server.call(self.running.parts.upkeep.audit_now).result(10) is Audit.BALANCED
+        assert self.running.audited() is Audit.BALANCED
 
     def read_within(self, seconds: float, keys: list[bytes], request_id: str = "slow") -> None:
         """A fill whose reads take that long: from now on it is known how slow the tier is."""

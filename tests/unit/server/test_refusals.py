@@ -38,7 +38,7 @@ def running() -> Iterator[Running]:
         yield running
         wait_until(lambda: accounting(running).attachments == accounting(running).mappings == 0)
         assert (accounting(running).tickets, accounting(running).pins, accounting(running).leases) == (0, 0, 0)
-        assert running.server.call(running.parts.upkeep.audit_now).result(10) is Audit.BALANCED
+        assert running.audited() is Audit.BALANCED
         assert open_memories() == before
 
 

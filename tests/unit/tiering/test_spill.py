@@ -53,7 +53,7 @@ class Spilling(NamedTuple):
         wait_until(lambda: len(self.tier.objects) >= count and not self.status().queue_objects)
 
     def audit(self) -> Audit:
-        return self.running.server.call(self.running.parts.upkeep.audit_now).result(10)
+        return self.running.audited()
 
 
 Make = Callable[..., contextlib.AbstractContextManager[Spilling]]
