@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "copy/threads.h"
+#include "l2/extents.h"
 #include "l2/file_io.h"
 
 namespace kvserver {
@@ -35,7 +36,7 @@ enum class JobState : uint8_t { kWaits, kRuns, kEnded };  // kEnded: before it r
 struct FileDevice::Job {
     uint64_t ticket;
     bool put;
-    std::shared_ptr<const Record> record;
+    std::vector<std::shared_ptr<const Record>> records;  // of a get one
     std::vector<Extent> extents;
     uint64_t deadline_nanos;
     std::atomic<JobState> state{JobState::kWaits};
@@ -47,6 +48,16 @@ struct FileDevice::Job {
 
     bool late() const { return deadline_nanos != 0 && monotonic_nanos() > deadline_nanos; }
     bool leave(JobState from, JobState to) { return state.compare_exchange_strong(from, to); }
+    // Up to the first record that fails.
+    IoResult move(const DataFile& file, FileCalls& calls) {
+        const auto one = put ? write_record : read_record;
+        const uint64_t share = page_count(extents) / records.size();
+        IoResult result;
+        for (size_t i = 0; i < records.size() && result.outcome == FileOutcome::kDone; ++i)
+            result =
+                one(*records[i], file, part_of(extents, i * share, share), calls, stop, end.bytes);
+        return result;
+    }
 };
 
 // Jobs that callers and threads hand to each other. Neither ever waits here.
@@ -194,24 +205,27 @@ std::vector<FileEnd> FileDevice::drain() {
     return std::exchange(shared_->ends, {});
 }
 
-void FileDevice::submit(uint64_t ticket, bool put, std::shared_ptr<const Record> record,
+void FileDevice::submit(uint64_t ticket, bool put,
+                        std::vector<std::shared_ptr<const Record>> records,
                         std::vector<Extent> extents, uint64_t deadline_nanos) {
-    uint64_t pages = 0;
-    for (const Extent& extent : extents) {
+    if (records.empty() || (!put && records.size() > 1))
+        throw std::invalid_argument("a ticket has one record, that of a put at least one");
+    for (const Extent& extent : extents)
         if (extent.count == 0 || uint64_t{extent.first} + extent.count > shared_->file.pages)
             throw std::invalid_argument(std::to_string(extent.count) + " pages from page " +
                                         std::to_string(extent.first) +
                                         " on do not lie in the data file");
-        pages += extent.count;
+    const uint64_t share = page_count(extents) / records.size();
+    for (const auto& record : records) {
+        if (share * shared_->file.page_bytes < record->file_bytes())
+            throw std::invalid_argument("the extents have too few pages for the record");
+        for (const auto& slot : record->slots())
+            for (const MemoryPiece& piece : slot)
+                if (reinterpret_cast<uintptr_t>(piece.data) % kHeaderBytes != 0)
+                    throw std::invalid_argument("pages of L1 are not whole 4 KiB");
     }
-    if (pages * shared_->file.page_bytes < record->file_bytes())
-        throw std::invalid_argument("the extents have too few pages for the record");
-    for (const auto& slot : record->slots())
-        for (const MemoryPiece& piece : slot)
-            if (reinterpret_cast<uintptr_t>(piece.data) % kHeaderBytes != 0)
-                throw std::invalid_argument("pages of L1 are not whole 4 KiB");
     auto job =
-        std::make_unique<Job>(ticket, put, std::move(record), std::move(extents), deadline_nanos);
+        std::make_unique<Job>(ticket, put, std::move(records), std::move(extents), deadline_nanos);
     {
         std::lock_guard lock(shared_->callers);
         if (shared_->stopping) throw std::invalid_argument("the file device was closed");
@@ -279,9 +293,7 @@ void FileDevice::run(const std::shared_ptr<Shared>& shared, Lane& lane) {
             end.what = "its deadline passed before it began";
         } else {
             try {
-                const auto move = put ? write_record : read_record;
-                const IoResult result = move(*job->record, shared->file, job->extents,
-                                             *shared->calls, job->stop, end.bytes);
+                const IoResult result = job->move(shared->file, *shared->calls);
                 end.outcome = result.outcome;
                 end.what = result.what;
             } catch (const std::exception& error) {

@@ -72,9 +72,10 @@ class FileDevice {
     std::vector<FileEnd> drain();
     void notify();  // make completion_fd readable although drain() will return nothing
 
-    // Throws std::invalid_argument unless the extents lie in the file and have room for the
-    // record, and its memory is aligned.
-    void submit(uint64_t ticket, bool put, std::shared_ptr<const Record> record,
+    // A put may be of several records: each has an equal share of the pages, in their order, and
+    // all are written or none counts. Throws std::invalid_argument unless the extents lie in the
+    // file and have room for the records, and their memory is aligned.
+    void submit(uint64_t ticket, bool put, std::vector<std::shared_ptr<const Record>> records,
                 std::vector<Extent> extents, uint64_t deadline_nanos);
     void cancel(uint64_t ticket);
     void expire();

@@ -5,13 +5,17 @@
 #include <cstring>
 
 #include "l2/digest.h"
+#include "l2/extents.h"
 #include "l2/record.h"
 
 namespace kvserver {
 
 namespace {
 
-constexpr uint32_t kPut = 1, kDrop = 2, kPutBehind = 3;  // the last one has a parent
+// kPutBehind and kUnitBehind have a parent. Of a unit the bits from kOthersShift on count the
+// records behind the first one.
+constexpr uint32_t kPut = 1, kDrop = 2, kPutBehind = 3, kUnit = 4, kUnitBehind = 5;
+constexpr unsigned kOthersShift = 8;
 constexpr uint32_t kMostExtents = 1 << 16;
 constexpr size_t kKeyBytes = RecordName::kKeyBytes;
 
@@ -26,10 +30,18 @@ constexpr size_t kUnchecked = sizeof(Fixed::checksum);
 
 size_t padded(size_t bytes) { return (bytes + 7) / 8 * 8; }
 
+uint32_t kind_of(const JournalEntry& entry) {
+    if (!entry.put) return kDrop;
+    const auto others = static_cast<uint32_t>(entry.others.size() / kKeyBytes);
+    if (others == 0) return entry.parent.empty() ? kPut : kPutBehind;
+    return (entry.parent.empty() ? kUnit : kUnitBehind) | others << kOthersShift;
+}
+
 }  // namespace
 
-size_t entry_bytes(size_t namespace_bytes, size_t extents) {
-    return sizeof(Fixed) + padded(namespace_bytes) + extents * sizeof(Extent);
+size_t entry_bytes(size_t namespace_bytes, size_t extents, size_t records) {
+    return sizeof(Fixed) + padded(namespace_bytes) + extents * sizeof(Extent) +
+           (records - 1) * kKeyBytes;
 }
 
 void append_entry(std::string& log, uint64_t file_id, uint64_t sequence,
@@ -43,9 +55,7 @@ void append_entry(std::string& log, uint64_t file_id, uint64_t sequence,
                 entry.group,
                 static_cast<uint32_t>(entry.extents.size()),
                 static_cast<uint32_t>(entry.ns.size()),
-                !entry.put             ? kDrop
-                : entry.parent.empty() ? kPut
-                                       : kPutBehind,
+                kind_of(entry),
                 {},
                 {}};
     std::memcpy(fixed.key, entry.key.data(), kKeyBytes);
@@ -56,6 +66,7 @@ void append_entry(std::string& log, uint64_t file_id, uint64_t sequence,
     log.append(padded(entry.ns.size()) - entry.ns.size(), '\0');
     log.append(reinterpret_cast<const char*>(entry.extents.data()),
                entry.extents.size() * sizeof(Extent));
+    log.append(entry.others);
     const uint64_t sum = checksum(std::string_view(log).substr(begin + kUnchecked));
     std::memcpy(log.data() + begin, &sum, sizeof(sum));
 }
@@ -64,12 +75,15 @@ size_t read_entry(std::string_view data, uint64_t file_id, uint64_t sequence, Jo
     if (data.size() < sizeof(Fixed)) return 0;
     Fixed fixed;
     std::memcpy(&fixed, data.data(), sizeof(fixed));
-    const bool put = fixed.kind == kPut || fixed.kind == kPutBehind;
-    if (fixed.file_id != file_id || fixed.sequence != sequence || (!put && fixed.kind != kDrop) ||
+    const uint32_t kind = fixed.kind & ((1 << kOthersShift) - 1);
+    const size_t others = fixed.kind >> kOthersShift;
+    const bool put = kind != kDrop;
+    if (fixed.file_id != file_id || fixed.sequence != sequence || kind < kPut ||
+        kind > kUnitBehind || (kind >= kUnit) != (others != 0) || others >= kMostInUnit ||
         fixed.extents > kMostExtents || (fixed.extents != 0) != put || fixed.namespace_bytes == 0 ||
         fixed.namespace_bytes > RecordName::kMostNamespaceBytes)
         return 0;
-    const size_t bytes = entry_bytes(fixed.namespace_bytes, fixed.extents);
+    const size_t bytes = entry_bytes(fixed.namespace_bytes, fixed.extents, 1 + others);
     if (data.size() < bytes) return 0;
     if (checksum(data.substr(kUnchecked, bytes - kUnchecked)) != fixed.checksum) return 0;
     const auto key_at = [&](size_t at) { return data.substr(at, kKeyBytes); };
@@ -78,14 +92,15 @@ size_t read_entry(std::string_view data, uint64_t file_id, uint64_t sequence, Jo
     entry.generation = fixed.generation;
     entry.group = fixed.group;
     entry.key = key_at(offsetof(Fixed, key));
+    entry.others = data.substr(bytes - others * kKeyBytes, others * kKeyBytes);
     entry.parent = {};
-    if (fixed.kind == kPutBehind) entry.parent = key_at(offsetof(Fixed, parent));
+    if (kind == kPutBehind || kind == kUnitBehind) entry.parent = key_at(offsetof(Fixed, parent));
     entry.meaning = fixed.meaning;
     entry.age = fixed.age;
     entry.extents.resize(fixed.extents);
-    std::memcpy(entry.extents.data(), data.data() + bytes - fixed.extents * sizeof(Extent),
+    std::memcpy(entry.extents.data(), data.data() + entry_bytes(fixed.namespace_bytes, 0, 1),
                 fixed.extents * sizeof(Extent));
-    return bytes;
+    return page_count(entry.extents) % (1 + others) != 0 ? 0 : bytes;
 }
 
 }  // namespace kvserver

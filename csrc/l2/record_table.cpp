@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "l2/extents.h"
 #include "tables/fold.h"
 
 namespace kvserver {
@@ -16,6 +17,19 @@ namespace {
 constexpr size_t kWays = 4;
 constexpr size_t kLooks = 16;     // of a sweep, in the time that the removal of one record needs
 constexpr size_t kMostDead = 64;  // leaves that one evict() passes over
+
+// The first of the free elements, which `next` links, or one more.
+template <typename T>
+uint32_t take(Slabs<T>& all, uint32_t& free, uint32_t T::* next) {
+    if (free == UINT32_MAX) {
+        if (all.size() >= UINT32_MAX) throw std::length_error("too many records");
+        all.push_back({});
+        return static_cast<uint32_t>(all.size() - 1);
+    }
+    return std::exchange(free, all[free].*next);
+}
+
+size_t count_of(uint16_t living) { return static_cast<size_t>(std::popcount(living)); }
 
 }  // namespace
 
@@ -71,9 +85,11 @@ std::vector<RecordTable::Keys> RecordTable::walk(size_t& at, size_t most) const 
     const size_t end = std::min(nodes_.size(), at + std::min(most, nodes_.size()));
     for (; at < end; ++at, ++steps_) {
         const Node& node = nodes_[at];
-        if (node.space == kNone || spaces_[node.space].dead) continue;
-        const auto [entry, fresh] = numbers.try_emplace(node.space, found.size());
-        if (fresh) found.push_back({&spaces_[node.space].space, {}});
+        if (node.unit == kNone) continue;
+        const uint32_t space = units_[node.unit].space;
+        if (spaces_[space].dead) continue;
+        const auto [entry, fresh] = numbers.try_emplace(space, found.size());
+        if (fresh) found.push_back({&spaces_[space].space, {}});
         found[entry->second].keys.append(node.key.data(), kKeyBytes);
     }
     if (at >= nodes_.size()) at = SIZE_MAX;
@@ -93,14 +109,17 @@ bool RecordTable::drop_space(const SpaceName& space) {
 
 std::vector<Extent> RecordTable::sweep(size_t most) {
     std::vector<Extent> freed;
-    size_t looks = most * kLooks;
-    for (; looks != 0 && dead_records_ != 0; --looks, ++swept_to_, ++steps_) {
-        if (swept_to_ >= nodes_.size()) swept_to_ = 0;
-        const Node& node = nodes_[swept_to_];
-        if (node.space == kNone || !spaces_[node.space].dead) continue;
-        looks -= std::min(looks - 1, kLooks - 1);
+    for (size_t looks = most * kLooks; looks != 0 && dead_records_ != 0; ++steps_) {
+        if (swept_to_ >= units_.size()) swept_to_ = 0;
+        const Unit& unit = units_[swept_to_];
+        if (unit.space == kNone || !spaces_[unit.space].dead) {
+            ++swept_to_;
+            --looks;
+            continue;
+        }
+        looks -= std::min(looks, kLooks);
         --dead_records_;
-        const auto extents = erase(static_cast<uint32_t>(swept_to_));
+        const auto extents = erase(last_node(unit));
         freed.insert(freed.end(), extents.begin(), extents.end());
     }
     return freed;
@@ -128,8 +147,8 @@ uint32_t RecordTable::find_node(uint32_t space, const char* key) const {
     if (space == kNone) return kNone;
     uint32_t node = buckets_[bucket_of(space, key)];
     for (; node != kNone; node = nodes_[node].next, ++steps_)
-        if (nodes_[node].space == space &&
-            std::memcmp(nodes_[node].key.data(), key, kKeyBytes) == 0)
+        if (std::memcmp(nodes_[node].key.data(), key, kKeyBytes) == 0 &&
+            units_[nodes_[node].unit].space == space)
             break;
     return node;
 }
@@ -141,96 +160,161 @@ void RecordTable::add_bucket() {
     buckets_.push_back(kNone);
     for (; head != kNone; ++steps_) {
         Node& node = nodes_[head];
-        uint32_t& bucket = buckets_[bucket_of(node.space, node.key.data())];
+        uint32_t& bucket = buckets_[bucket_of(units_[node.unit].space, node.key.data())];
         head = std::exchange(node.next, std::exchange(bucket, head));
     }
 }
 
-uint32_t RecordTable::insert(uint32_t space, std::string_view key, std::string_view parent,
-                             uint64_t meaning, uint64_t age, const std::vector<Extent>& extents) {
-    uint32_t number = free_;
-    if (number == kNone) {
-        if (nodes_.size() >= kNone) throw std::length_error("too many records");
-        number = static_cast<uint32_t>(nodes_.size());
-        nodes_.push_back({});
-    } else {
-        free_ = nodes_[number].next;
+uint32_t RecordTable::insert(uint32_t space, const JournalEntry& entry) {
+    const uint32_t parent = entry.parent.empty() ? kNone : find_node(space, entry.parent.data());
+    const uint32_t number = take(units_, free_units_, &Unit::node);
+    Unit& unit = units_[number];
+    const size_t records = 1 + entry.others.size() / kKeyBytes;
+    unit.meaning = entry.meaning;
+    unit.age = entry.age;
+    unit.extent = entry.extents.front();
+    unit.space = space;
+    unit.parent = kNone;
+    unit.children = 0;
+    unit.living = static_cast<uint16_t>((1U << records) - 1);
+    unit.records = static_cast<uint8_t>(records);
+    unit.recovered = false;
+    if (parent != kNone) adopt(unit, nodes_[parent].unit);
+    std::array<uint32_t, kMostInUnit> nodes;
+    bool in_a_row = true;
+    for (size_t i = 0; i < records; ++i) {
+        const uint32_t at = nodes[i] = take(nodes_, free_nodes_, &Node::next);
+        in_a_row &= at == nodes[0] + i;
+        const char* key = i == 0 ? entry.key.data() : entry.others.data() + (i - 1) * kKeyBytes;
+        std::memcpy(nodes_[at].key.data(), key, kKeyBytes);
+        nodes_[at].unit = number;
+        if (++records_ > buckets_.size()) add_bucket();
+        nodes_[at].next = std::exchange(buckets_[bucket_of(space, key)], at);
     }
-    Node& node = nodes_[number];
-    std::memcpy(node.key.data(), key.data(), kKeyBytes);
-    node.meaning = meaning;
-    node.age = age;
-    node.extent = extents.size() == 1 ? extents.front() : Extent{0, 0};
-    if (extents.size() != 1) node.extents = std::make_unique<std::vector<Extent>>(extents);
-    node.space = space;
-    node.parent = parent.empty() ? kNone : find_node(space, parent.data());
-    node.children = 0;
-    node.recovered = false;
-    if (node.parent == number) node.parent = kNone;
-    if (node.parent != kNone) adopt(node, node.parent);
-    if (++records_ > buckets_.size()) add_bucket();
-    node.next = std::exchange(buckets_[bucket_of(space, node.key.data())], number);
-    ++spaces_[space].space.records;
-    live_journal_bytes_ += journal_bytes_of(number);
+    unit.node = nodes[0];
+    if (entry.extents.size() != 1 || !in_a_row) unit.several = std::make_unique<Several>();
+    if (entry.extents.size() != 1) unit.several->extents = entry.extents;
+    if (!in_a_row) unit.several->nodes.assign(nodes.begin(), nodes.begin() + records);
+    spaces_[space].space.records += records;
+    live_journal_bytes_ += journal_bytes_of(unit);
     add_leaf(number);
     return number;
 }
 
-void RecordTable::unlink(uint32_t number) {
-    const Node& node = nodes_[number];
-    uint32_t* link = &buckets_[bucket_of(node.space, node.key.data())];
-    for (; *link != number; ++steps_) link = &nodes_[*link].next;
+void RecordTable::unlink(uint32_t at) {
+    const Node& node = nodes_[at];
+    uint32_t* link = &buckets_[bucket_of(units_[node.unit].space, node.key.data())];
+    for (; *link != at; ++steps_) link = &nodes_[*link].next;
     *link = node.next;
 }
 
-std::vector<Extent> RecordTable::erase(uint32_t number) {
-    std::vector<Extent> extents = extents_of(number);
-    Node& node = nodes_[number];
-    live_journal_bytes_ -= journal_bytes_of(number);
-    unlink(number);
-    drop_leaf(number);
-    node.extents.reset();
-    if (const uint32_t parent = living_parent(node); parent != kNone)
-        if (--nodes_[parent].children == 0 && !spaces_[node.space].dead) add_leaf(parent);
-    leave_space(node.space);
-    node.space = kNone;
-    ++node.serial;
-    node.next = std::exchange(free_, number);
+std::vector<Extent> RecordTable::erase(uint32_t at) {
+    std::vector<Extent> extents = extents_of(at);
+    Node& node = nodes_[at];
+    const uint32_t number = node.unit;
+    Unit& unit = units_[number];
+    live_journal_bytes_ -= journal_bytes_of(unit);
+    unlink(at);
+    unit.living = static_cast<uint16_t>(unit.living & ~(1U << place_of(at)));
+    node.unit = kNone;
+    node.next = std::exchange(free_nodes_, at);
     --records_;
+    if (unit.living != 0) live_journal_bytes_ += journal_bytes_of(unit);
+    const uint32_t space = unit.space;
+    if (unit.living == 0) end_unit(number);
+    leave_space(space);
     return extents;
 }
 
-void RecordTable::adopt(Node& node, uint32_t parent) {
-    node.parent = parent;
-    node.parent_serial = nodes_[parent].serial;
-    ++nodes_[parent].children;
+// Its last record has left.
+void RecordTable::end_unit(uint32_t number) {
+    Unit& unit = units_[number];
+    drop_leaf(number);
+    unit.several.reset();
+    if (const uint32_t parent = living_parent(unit); parent != kNone)
+        if (--units_[parent].children == 0 && !spaces_[unit.space].dead) add_leaf(parent);
+    unit.space = kNone;
+    ++unit.serial;
+    unit.node = std::exchange(free_units_, number);
+}
+
+void RecordTable::adopt(Unit& unit, uint32_t parent) {
+    unit.parent = parent;
+    unit.parent_serial = units_[parent].serial;
+    ++units_[parent].children;
     drop_leaf(parent);
 }
 
-uint32_t RecordTable::living_parent(const Node& node) const {
-    const bool there = node.parent != kNone && nodes_[node.parent].serial == node.parent_serial;
-    return there ? node.parent : kNone;
+uint32_t RecordTable::living_parent(const Unit& unit) const {
+    const bool there = unit.parent != kNone && units_[unit.parent].serial == unit.parent_serial;
+    return there ? unit.parent : kNone;
+}
+
+uint32_t RecordTable::node_at(const Unit& unit, uint32_t place) {
+    const bool listed = unit.several && !unit.several->nodes.empty();
+    return listed ? unit.several->nodes[place] : unit.node + place;
+}
+
+uint32_t RecordTable::last_node(const Unit& unit) {
+    return node_at(unit, static_cast<uint32_t>(std::bit_width(unit.living)) - 1);
+}
+
+uint32_t RecordTable::place_of(uint32_t at) const {
+    const Unit& unit = units_[nodes_[at].unit];
+    uint32_t place = 0;
+    if (unit.several && !unit.several->nodes.empty())
+        while (unit.several->nodes[place] != at) ++place;
+    else
+        place = at - unit.node;
+    return place;
+}
+
+std::vector<Extent> RecordTable::all_extents(const Unit& unit) {
+    if (unit.several && !unit.several->extents.empty()) return unit.several->extents;
+    return {unit.extent};
+}
+
+std::vector<Extent> RecordTable::extents_of(uint32_t at) const {
+    const Unit& unit = units_[nodes_[at].unit];
+    std::vector<Extent> extents = all_extents(unit);
+    if (unit.records == 1) return extents;
+    const uint64_t pages = page_count(extents) / unit.records;
+    return part_of(extents, place_of(at) * pages, pages);
+}
+
+// A run of neighbours gives as few extents as its pages are.
+std::vector<Extent> RecordTable::living_extents(const Unit& unit) {
+    std::vector<Extent> extents = all_extents(unit);
+    if (count_of(unit.living) == unit.records) return extents;
+    const uint64_t pages = page_count(extents) / unit.records;
+    std::vector<Extent> living;
+    for (uint32_t at = 0, run; at < unit.records; at += run + 1) {
+        run = static_cast<uint32_t>(std::countr_one(static_cast<uint32_t>(unit.living >> at)));
+        const auto part = part_of(extents, at * pages, run * pages);
+        living.insert(living.end(), part.begin(), part.end());
+    }
+    return living;
 }
 
 // ---- leaves -------------------------------------------------------------------------------------
 
 void RecordTable::add_leaf(uint32_t number) {
     leaves_.push_back({});
-    place_leaf(leaves_.size() - 1, {nodes_[number].age, number});
+    place_leaf(leaves_.size() - 1, {units_[number].age, number});
 }
 
 void RecordTable::drop_leaf(uint32_t number) {
-    const uint32_t hole = std::exchange(nodes_[number].leaf, kNone);
+    const uint32_t hole = std::exchange(units_[number].leaf, kNone);
     if (hole == kNone) return;
     const Leaf last = leaves_.back();
     leaves_.pop_back();
-    if (last.node != number) place_leaf(hole, last);
+    if (last.unit != number) place_leaf(hole, last);
 }
 
 void RecordTable::place_leaf(size_t hole, Leaf leaf) {
     const auto set = [&](size_t at, const Leaf& moved) {
         leaves_[at] = moved;
-        nodes_[moved.node].leaf = static_cast<uint32_t>(at);
+        units_[moved.unit].leaf = static_cast<uint32_t>(at);
         ++steps_;
     };
     for (; hole != 0 && leaf.age < leaves_[(hole - 1) / kWays].age; hole = (hole - 1) / kWays)
@@ -243,11 +327,6 @@ void RecordTable::place_leaf(size_t hole, Leaf leaf) {
         set(std::exchange(hole, oldest), leaves_[oldest]);
     }
     set(hole, leaf);
-}
-
-std::vector<Extent> RecordTable::extents_of(uint32_t number) const {
-    const Node& node = nodes_[number];
-    return node.extents ? *node.extents : std::vector<Extent>{node.extent};
 }
 
 // ---- records ------------------------------------------------------------------------------------
@@ -267,22 +346,41 @@ std::optional<RecordTable::Found> RecordTable::find(const SpaceName& space,
                                                     std::string_view key) const {
     const uint32_t at = find_node(space_number(space), key.data());
     if (at == kNone) return std::nullopt;
-    return Found{nodes_[at].meaning, extents_of(at), nodes_[at].recovered};
+    const Unit& unit = units_[nodes_[at].unit];
+    return Found{unit.meaning, extents_of(at), unit.recovered};
 }
 
-void RecordTable::add(const SpaceName& space, std::string_view key, std::string_view parent,
+void RecordTable::add(const SpaceName& space, std::string_view keys, std::string_view parent,
                       uint64_t meaning, const std::vector<Extent>& extents) {
-    if (extents.empty()) throw std::invalid_argument("a record without extents");
-    if (find_node(space_number(space), key.data()) != kNone)
-        throw std::invalid_argument("the record is in the table");
-    log(insert(make_space(space), key, parent, meaning, ++clock_, extents), true);
+    const size_t records = keys.size() / kKeyBytes;
+    if (records == 0 || records > kMostInUnit)
+        throw std::invalid_argument("a unit has 1 to " + std::to_string(kMostInUnit) + " records");
+    if (const uint64_t pages = page_count(extents); pages == 0 || pages % records != 0)
+        throw std::invalid_argument("a record without extents, or of other pages than the others");
+    const uint32_t known = space_number(space);
+    for (size_t at = 0; at < keys.size(); at += kKeyBytes)
+        if (find_node(known, keys.data() + at) != kNone)
+            throw std::invalid_argument("the record is in the table");
+    const JournalEntry entry{true,
+                             space.ns,
+                             space.generation,
+                             space.group,
+                             keys.substr(0, kKeyBytes),
+                             keys.substr(kKeyBytes),
+                             parent,
+                             meaning,
+                             ++clock_,
+                             extents};
+    const uint32_t number = insert(make_space(space), entry);
+    log_put(log_, number);
+    log_put(next_, number);
 }
 
 std::optional<std::vector<Extent>> RecordTable::remove(const SpaceName& space,
                                                        std::string_view key) {
     const uint32_t at = find_node(space_number(space), key.data());
     if (at == kNone) return std::nullopt;
-    log(at, false);
+    log_drop(at);
     return erase(at);
 }
 
@@ -292,65 +390,82 @@ void RecordTable::touch(const SpaceName& space, std::string_view keys) {
     for (size_t i = keys.size() / kKeyBytes; i-- > 0;) {
         const uint32_t at = find_node(number, keys.data() + i * kKeyBytes);
         if (at == kNone) continue;
-        nodes_[at].age = ++clock_;
-        if (nodes_[at].leaf != kNone) place_leaf(nodes_[at].leaf, {clock_, at});
+        const uint32_t unit = nodes_[at].unit;
+        if (units_[unit].age == clock_) continue;  // it is the youngest
+        units_[unit].age = ++clock_;
+        if (units_[unit].leaf != kNone) place_leaf(units_[unit].leaf, {clock_, unit});
     }
 }
 
 std::optional<RecordTable::Evicted> RecordTable::evict() {
     for (size_t dead = 0; dead < kMostDead && !leaves_.empty(); ++dead) {
-        const uint32_t number = leaves_[0].node;
-        const Node& node = nodes_[number];
-        if (spaces_[node.space].dead) {
-            drop_leaf(number);  // sweep() removes the record
+        const uint32_t number = leaves_[0].unit;
+        const Unit& unit = units_[number];
+        if (spaces_[unit.space].dead) {
+            drop_leaf(number);  // sweep() removes the records
             continue;
         }
-        const Space& space = spaces_[node.space].space;
-        Evicted evicted{space.ns, space.group, std::string(node.key.data(), kKeyBytes), {}};
-        log(number, false);
-        evicted.extents = erase(number);
+        const Space& space = spaces_[unit.space].space;
+        const uint32_t at = last_node(unit);
+        Evicted evicted{space.ns, space.group, std::string(nodes_[at].key.data(), kKeyBytes), {}};
+        log_drop(at);
+        evicted.extents = erase(at);
         return evicted;
     }
     return std::nullopt;
 }
 
 uint64_t RecordTable::memory_bytes() const {
-    uint64_t sum = nodes_.memory_bytes() + leaves_.memory_bytes() + buckets_.memory_bytes();
-    for (size_t at = 0; at < nodes_.size(); ++at)
-        if (nodes_[at].extents) sum += 64 + nodes_[at].extents->size() * sizeof(Extent);
+    uint64_t sum = nodes_.memory_bytes() + units_.memory_bytes() + leaves_.memory_bytes() +
+                   buckets_.memory_bytes();
+    for (size_t at = 0; at < units_.size(); ++at)
+        if (const Several* several = units_[at].several.get())
+            sum += 96 + several->extents.size() * sizeof(Extent) +
+                   several->nodes.size() * sizeof(uint32_t);
     return sum;
 }
 
 // ---- the journal --------------------------------------------------------------------------------
 
-JournalEntry RecordTable::entry_of(uint32_t number, bool put) const {
-    const Node& node = nodes_[number];
-    const Space& space = spaces_[node.space].space;
-    JournalEntry entry{
-        put, space.ns,     space.generation, space.group, {node.key.data(), kKeyBytes},
-        {},  node.meaning, node.age,         {}};
-    if (!put) return entry;
-    entry.extents = extents_of(number);
-    if (const uint32_t parent = living_parent(node); parent != kNone)
-        entry.parent = {nodes_[parent].key.data(), kKeyBytes};
-    return entry;
+// At most: neighbours on both sides of a gap may have one extent less.
+uint64_t RecordTable::journal_bytes_of(const Unit& unit) const {
+    const size_t runs = count_of(static_cast<uint16_t>(unit.living & ~(unit.living << 1)));
+    const size_t extents = unit.several ? unit.several->extents.size() : 0;
+    return entry_bytes(spaces_[unit.space].space.ns.size(), std::max<size_t>(extents, 1) + runs - 1,
+                       count_of(unit.living));
 }
 
-uint64_t RecordTable::journal_bytes_of(uint32_t number) const {
-    const Node& node = nodes_[number];
-    const size_t count = node.extents ? node.extents->size() : 1;
-    return entry_bytes(spaces_[node.space].space.ns.size(), count);
+void RecordTable::log_put(Log& log, uint32_t number) const {
+    if (!log.on) return;
+    const Unit& unit = units_[number];
+    const Space& space = spaces_[unit.space].space;
+    std::string keys;
+    for (uint32_t place = 0; place < unit.records; ++place)
+        if ((unit.living >> place & 1) != 0)
+            keys.append(nodes_[node_at(unit, place)].key.data(), kKeyBytes);
+    JournalEntry entry{true,
+                       space.ns,
+                       space.generation,
+                       space.group,
+                       std::string_view(keys).substr(0, kKeyBytes),
+                       std::string_view(keys).substr(kKeyBytes),
+                       {},
+                       unit.meaning,
+                       unit.age,
+                       living_extents(unit)};
+    if (const uint32_t parent = living_parent(unit); parent != kNone)
+        entry.parent = {nodes_[last_node(units_[parent])].key.data(), kKeyBytes};
+    append_entry(log.pending, log.file_id, log.sequence++, entry);
 }
 
-void RecordTable::log_to(Log& log, const JournalEntry& entry) {
-    if (log.on) append_entry(log.pending, log.file_id, log.sequence++, entry);
-}
-
-void RecordTable::log(uint32_t number, bool put) {
-    if (!log_.on && !next_.on) return;
-    const JournalEntry entry = entry_of(number, put);
-    log_to(log_, entry);
-    log_to(next_, entry);
+void RecordTable::log_drop(uint32_t at) {
+    const Unit& unit = units_[nodes_[at].unit];
+    const Space& space = spaces_[unit.space].space;
+    const JournalEntry entry{
+        false, space.ns, space.generation, space.group, {nodes_[at].key.data(), kKeyBytes},
+        {},    {},       unit.meaning,     unit.age,    {}};
+    for (Log* log : {&log_, &next_})
+        if (log->on) append_entry(log->pending, log->file_id, log->sequence++, entry);
 }
 
 void RecordTable::begin_log(uint64_t file_id, uint64_t sequence) {
@@ -364,12 +479,15 @@ void RecordTable::begin_next_log(uint64_t file_id) {
 
 // A record that changes meanwhile gets its entries in order, here before or after its put.
 bool RecordTable::fill_next_log(size_t most) {
-    for (; most != 0 && filled_to_ < nodes_.size(); --most, ++filled_to_, ++steps_) {
-        const Node& node = nodes_[filled_to_];
-        if (node.space == kNone || spaces_[node.space].dead) continue;
-        log_to(next_, entry_of(static_cast<uint32_t>(filled_to_), true));
+    for (size_t looked; most != 0 && filled_to_ < units_.size(); most -= std::min(most, looked)) {
+        const auto number = static_cast<uint32_t>(filled_to_++);
+        const Unit& unit = units_[number];
+        const bool there = unit.space != kNone && !spaces_[unit.space].dead;
+        if (there) log_put(next_, number);
+        looked = there ? count_of(unit.living) : 1;
+        steps_ += looked;
     }
-    return filled_to_ >= nodes_.size();
+    return filled_to_ >= units_.size();
 }
 
 void RecordTable::switch_logs() { log_ = std::exchange(next_, {}); }
@@ -382,16 +500,20 @@ std::pair<size_t, uint64_t> RecordTable::replay(std::string_view data, uint64_t 
         done += bytes;
         ++sequence;
         const SpaceName space{entry.ns, entry.generation, entry.group};
-        const uint32_t there = find_node(space_number(space), entry.key.data());
-        if (there != kNone) erase(there);
+        const uint32_t known = space_number(space);
+        const auto replace = [&](const char* key) {
+            if (const uint32_t at = find_node(known, key); at != kNone) erase(at);
+        };
+        replace(entry.key.data());
+        for (size_t at = 0; at < entry.others.size(); at += kKeyBytes)
+            replace(entry.others.data() + at);
         clock_ = std::max(clock_, entry.age);
         if (!entry.put) continue;
-        const uint32_t number = insert(make_space(space), entry.key, entry.parent, entry.meaning,
-                                       entry.age, entry.extents);
-        Node& node = nodes_[number];
-        node.recovered = true;
-        if (entry.parent.empty() || node.parent != kNone) continue;
-        orphans_.push_back({number, node.serial, {}});
+        const uint32_t number = insert(make_space(space), entry);
+        Unit& unit = units_[number];
+        unit.recovered = true;
+        if (entry.parent.empty() || unit.parent != kNone) continue;
+        orphans_.push_back({number, unit.serial, {}});
         std::memcpy(orphans_.back().parent.data(), entry.parent.data(), kKeyBytes);
     }
     return {done, sequence};
@@ -399,36 +521,44 @@ std::pair<size_t, uint64_t> RecordTable::replay(std::string_view data, uint64_t 
 
 void RecordTable::link_orphans() {
     for (const Orphan& orphan : std::exchange(orphans_, {})) {
-        Node& node = nodes_[orphan.node];
-        if (node.space == kNone || node.serial != orphan.serial) continue;
-        const uint32_t parent = find_node(node.space, orphan.parent.data());
-        if (parent == kNone || parent == orphan.node) continue;
-        adopt(node, parent);
+        Unit& unit = units_[orphan.unit];
+        if (unit.space == kNone || unit.serial != orphan.serial) continue;
+        const uint32_t parent = find_node(unit.space, orphan.parent.data());
+        if (parent == kNone || nodes_[parent].unit == orphan.unit) continue;
+        adopt(unit, nodes_[parent].unit);
     }
 }
 
 size_t RecordTable::check_extents(uint32_t first, uint32_t pages, std::vector<Extent>& gaps) {
     std::vector<bool> used(pages);
     std::fill_n(used.begin(), std::min(first, pages), true);
-    size_t dropped = 0;
-    for (size_t number = 0; number < nodes_.size(); ++number) {
-        if (nodes_[number].space == kNone) continue;
-        const auto extents = extents_of(static_cast<uint32_t>(number));
-        const auto bad = [&](const Extent& extent) {
-            if (extent.count == 0 || uint64_t{extent.first} + extent.count > pages) return true;
-            const auto begin = used.begin() + extent.first;
-            return std::find(begin, begin + extent.count, true) != begin + extent.count;
-        };
-        // Marked one by one, so that a record on its own pages twice is found, too.
+    const auto bad = [&](const Extent& extent) {
+        if (extent.count == 0 || uint64_t{extent.first} + extent.count > pages) return true;
+        const auto begin = used.begin() + extent.first;
+        return std::find(begin, begin + extent.count, true) != begin + extent.count;
+    };
+    // Marked one by one, so that a record on its own pages twice is found, too.
+    const auto use = [&](const std::vector<Extent>& extents) {
         size_t good = 0;
         for (; good < extents.size() && !bad(extents[good]); ++good)
             std::fill_n(used.begin() + extents[good].first, extents[good].count, true);
-        if (good == extents.size()) continue;
+        if (good == extents.size()) return true;
         for (size_t i = 0; i < good; ++i)
             std::fill_n(used.begin() + extents[i].first, extents[i].count, false);
-        log(static_cast<uint32_t>(number), false);
-        erase(static_cast<uint32_t>(number));
-        ++dropped;
+        return false;
+    };
+    size_t dropped = 0;
+    for (size_t number = 0; number < units_.size(); ++number) {
+        const Unit& unit = units_[number];
+        if (unit.space == kNone || use(living_extents(unit))) continue;
+        for (uint32_t place = 0; place < unit.records; ++place) {
+            if ((unit.living >> place & 1) == 0) continue;
+            const uint32_t at = node_at(unit, place);
+            if (use(extents_of(at))) continue;
+            log_drop(at);
+            erase(at);
+            ++dropped;
+        }
     }
     gaps.clear();
     for (uint32_t page = 0; page < pages; ++page) {

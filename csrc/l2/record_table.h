@@ -5,10 +5,16 @@
 // space and its key. A space that was dropped is not found any more, at once; its records leave
 // slice by slice (sweep()).
 //
-// Eviction: the oldest of the leaves. A record is a leaf while no record in the table was added
-// with it as its parent; so a chain loses its end first, and nothing behind a gap stays.
+// A unit is up to kMostInUnit records that were added together, neighbours of one chain: each is
+// the parent of the next one. They share meaning, age, and equal parts of the unit's pages. Each is
+// found and removed by itself; the unit ends with its last one.
 //
-// One thread uses it. Memory: about 120 bytes a record of one extent.
+// Eviction: the last record of the oldest leaf. A unit is a leaf while no unit in the table was
+// added with one of its records as its parent; so a chain loses its end first, and nothing behind a
+// gap stays.
+//
+// One thread uses it. Memory: about 110 bytes a record that is a unit of its own, 48 in units of
+// 16, with one extent each.
 //
 // Steps. steps() counts the records, buckets and leaves that calls looked at. The steps of a call
 // depend on its keys or on `most`, and on the logarithm of the number of records. This does not
@@ -64,14 +70,14 @@ class RecordTable {
     // `keys` of kKeyBytes lie end to end everywhere.
     std::vector<uint8_t> holds(const SpaceName& space, std::string_view keys) const;  // bit i of it
     std::optional<Found> find(const SpaceName& space, std::string_view key) const;
-    // REQUIRES: no such record.
-    void add(const SpaceName& space, std::string_view key, std::string_view parent,
+    // Add a unit. `parent`: of its first record. REQUIRES: no such records, no key twice.
+    void add(const SpaceName& space, std::string_view keys, std::string_view parent,
              uint64_t meaning, const std::vector<Extent>& extents);
     std::optional<std::vector<Extent>> remove(const SpaceName& space, std::string_view key);
     void touch(const SpaceName& space,
                std::string_view keys);  // the first key becomes the youngest
-    // Removes the oldest leaf. None while !swept(): the oldest ones are of dropped spaces, try
-    // again.
+    // Removes the last record of the oldest leaf. None while !swept(): the oldest ones are of
+    // dropped spaces, try again.
     std::optional<Evicted> evict();
 
     std::vector<Space> spaces() const;
@@ -95,7 +101,7 @@ class RecordTable {
     size_t log_bytes() const { return log_.pending.size(); }  // that drain_log() would return
     // Compaction: a next log, puts of all records to it in slices, and then it is the log.
     void begin_next_log(uint64_t file_id);
-    bool fill_next_log(size_t most);  // looks at up to `most` records; true: all were
+    bool fill_next_log(size_t most);  // looks at about `most` records; true: all were
     std::string drain_next_log() { return std::exchange(next_.pending, {}); }
     void switch_logs();
     void drop_next_log() { next_ = {}; }
@@ -116,21 +122,32 @@ class RecordTable {
   private:
     static constexpr uint32_t kNone = UINT32_MAX;
 
-    struct Node {
+    struct Node {  // a record
         std::array<char, kKeyBytes> key;
+        uint32_t unit = kNone;  // kNone: the node is free
+        uint32_t next;          // in its bucket, or of the free nodes
+    };
+    struct Several {
+        std::vector<Extent> extents;  // empty: one, the unit's `extent`
+        std::vector<uint32_t> nodes;  // empty: the unit's `node` and those behind it
+    };
+    struct Unit {
         uint64_t meaning;
         uint64_t age;
-        Extent extent;                                 // count 0: several, in extents
-        std::unique_ptr<std::vector<Extent>> extents;  // null: one
-        uint32_t space = kNone;                        // kNone: the node is free
-        uint32_t next;                                 // in its bucket, or of the free nodes
+        Extent extent;
+        std::unique_ptr<Several> several;  // null: neither is
+        uint32_t space = kNone;            // kNone: the unit is free
+        uint32_t node;                     // of its first record; of a free unit the next free one
         uint32_t parent;  // kNone: none; it is there while its serial is parent_serial
         uint32_t parent_serial;
-        uint32_t serial = 0;  // of the node's use
+        uint32_t serial = 0;  // of the unit's use
         uint32_t children;
         uint32_t leaf = kNone;  // its place in leaves_; kNone: it has none
+        uint16_t living;        // bit i: its record i, of those that were added, is there
+        uint8_t records;        // that were added
         bool recovered;
     };
+    static_assert(kMostInUnit <= 16, "bits of `living`");
     struct SpaceSlot {
         std::string name;  // the key in numbers_
         Space space;
@@ -138,10 +155,10 @@ class RecordTable {
     };
     struct Leaf {
         uint64_t age;
-        uint32_t node;
+        uint32_t unit;
     };
     struct Orphan {
-        uint32_t node, serial;
+        uint32_t unit, serial;
         std::array<char, kKeyBytes> parent;
     };
     struct Log {
@@ -158,25 +175,30 @@ class RecordTable {
     size_t bucket_of(uint32_t space, const char* key) const;
     void add_bucket();
     uint32_t find_node(uint32_t space, const char* key) const;
-    uint32_t insert(uint32_t space, std::string_view key, std::string_view parent, uint64_t meaning,
-                    uint64_t age, const std::vector<Extent>& extents);
+    uint32_t insert(uint32_t space, const JournalEntry& entry);
     std::vector<Extent> erase(uint32_t at);  // without the journal
     void unlink(uint32_t at);
-    void add_leaf(uint32_t at);
-    void drop_leaf(uint32_t at);
+    void end_unit(uint32_t number);
+    void add_leaf(uint32_t number);
+    void drop_leaf(uint32_t number);
     void place_leaf(size_t hole, Leaf leaf);
-    void adopt(Node& node, uint32_t parent);
-    uint32_t living_parent(const Node& node) const;
+    void adopt(Unit& unit, uint32_t parent);
+    uint32_t living_parent(const Unit& unit) const;
+    static uint32_t node_at(const Unit& unit, uint32_t place);
+    static uint32_t last_node(const Unit& unit);
+    uint32_t place_of(uint32_t at) const;  // in its unit
     std::vector<Extent> extents_of(uint32_t at) const;
-    JournalEntry entry_of(uint32_t at, bool put) const;
-    uint64_t journal_bytes_of(uint32_t at) const;
-    void log(uint32_t at, bool put);
-    static void log_to(Log& log, const JournalEntry& entry);
+    static std::vector<Extent> all_extents(const Unit& unit);
+    static std::vector<Extent> living_extents(const Unit& unit);
+    uint64_t journal_bytes_of(const Unit& unit) const;
+    void log_put(Log& log, uint32_t number) const;
+    void log_drop(uint32_t at);
 
     const uint64_t seed_;
     mutable uint64_t steps_ = 0;
     Slabs<Node> nodes_;
-    uint32_t free_ = kNone;
+    Slabs<Unit> units_;
+    uint32_t free_nodes_ = kNone, free_units_ = kNone;
     Slabs<uint32_t> buckets_;  // first nodes; linear hashing: one bucket is split at a time
     std::vector<SpaceSlot> spaces_;
     std::vector<uint32_t> free_spaces_;

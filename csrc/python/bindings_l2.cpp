@@ -11,6 +11,7 @@
 #include <stdexcept>
 #include <tuple>
 
+#include "l2/extents.h"
 #include "l2/file_device.h"
 #include "l2/l1_objects.h"
 #include "l2/record.h"
@@ -95,9 +96,11 @@ std::shared_ptr<FileDevice> make_device(int fd, uint64_t page_bytes, uint64_t pa
     return std::make_shared<FileDevice>(DataFile{fd, page_bytes, pages}, threads, std::move(calls));
 }
 
-void submit(FileDevice& device, uint64_t ticket, bool put, const std::shared_ptr<Record>& record,
-            const nb::bytes& extents, uint64_t deadline_nanos) {
-    device.submit(ticket, put, record, to_extents(extents), deadline_nanos);
+void submit(FileDevice& device, uint64_t ticket, bool put,
+            const std::vector<std::shared_ptr<Record>>& records, const nb::bytes& extents,
+            uint64_t deadline_nanos) {
+    device.submit(ticket, put, {records.begin(), records.end()}, to_extents(extents),
+                  deadline_nanos);
 }
 
 using End = std::tuple<uint64_t, FileOutcome, uint64_t, uint64_t, std::string>;
@@ -149,6 +152,10 @@ SpaceName space_of(const nb::bytes& ns, uint64_t generation, uint32_t group) {
     return {checked_namespace(ns), generation, group};
 }
 
+nb::bytes part_of_extents(const nb::bytes& extents, uint64_t skip, uint64_t pages) {
+    return from_extents(part_of(to_extents(extents), skip, pages));
+}
+
 nb::int_ holds(const RecordTable& table, const nb::bytes& ns, uint64_t generation, uint32_t group,
                const nb::bytes& keys) {
     const auto bits = table.holds(space_of(ns, generation, group), checked_keys(keys));
@@ -164,9 +171,9 @@ std::optional<std::tuple<uint64_t, nb::bytes, bool>> find(const RecordTable& tab
 }
 
 void add(RecordTable& table, const nb::bytes& ns, uint64_t generation, uint32_t group,
-         const nb::bytes& key, const nb::bytes& parent, uint64_t meaning,
+         const nb::bytes& keys, const nb::bytes& parent, uint64_t meaning,
          const nb::bytes& extents) {
-    table.add(space_of(ns, generation, group), checked_key(key),
+    table.add(space_of(ns, generation, group), checked_keys(keys),
               parent.size() == 0 ? std::string_view() : checked_key(parent), meaning,
               to_extents(extents));
 }
@@ -220,6 +227,9 @@ std::pair<size_t, nb::bytes> check_extents(RecordTable& table, uint32_t first, u
 }
 
 void bind_record_table(nb::module_& m) {
+    m.attr("MOST_IN_UNIT") = kMostInUnit;
+    m.def("part_of_extents", &part_of_extents, "extents"_a, "skip"_a, "pages"_a,
+          "`pages` pages behind the first `skip`.");
     nb::class_<RecordTable>(m, "RecordTable",
                             "The index of a file tier; `csrc/l2/record_table.h` is the manual. One "
                             "thread uses it.")
@@ -227,8 +237,8 @@ void bind_record_table(nb::module_& m) {
         .def("holds", &holds, "namespace"_a, "generation"_a, "group"_a, "keys"_a)
         .def("find", &find, "namespace"_a, "generation"_a, "group"_a, "key"_a,
              "(meaning, extents, recovered).")
-        .def("add", &add, "namespace"_a, "generation"_a, "group"_a, "key"_a, "parent"_a,
-             "meaning"_a, "extents"_a)
+        .def("add", &add, "namespace"_a, "generation"_a, "group"_a, "keys"_a, "parent"_a,
+             "meaning"_a, "extents"_a, "A unit of records, whose extents are of equal pages.")
         .def("remove", &remove, "namespace"_a, "generation"_a, "group"_a, "key"_a, "Its extents.")
         .def(
             "touch",
@@ -321,7 +331,7 @@ void bind_l2(nb::module_& m) {
         .def("drain", &drain,
              "(ticket, outcome, bytes, nanoseconds, reason) of each ticket that ended.")
         .def("notify", &FileDevice::notify)
-        .def("submit", &submit, "ticket"_a, "put"_a, "record"_a, "extents"_a,
+        .def("submit", &submit, "ticket"_a, "put"_a, "records"_a, "extents"_a,
              "deadline_nanos"_a = 0)
         .def("cancel", &FileDevice::cancel, "ticket"_a)
         .def("expire", &FileDevice::expire)

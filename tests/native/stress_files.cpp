@@ -102,7 +102,7 @@ void puts_and_gets(unsigned threads) {
     FileDevice device({scene.fd, kPage, kFilePages}, threads, scene.faults);
     scene.faults->writes.most_bytes = 3 * kPage;
     for (uint32_t i = 0; i < kRecords; ++i)
-        device.submit(i, true, scene.sources[i].record, scene.file_extents(i), 0);
+        device.submit(i, true, {scene.sources[i].record}, scene.file_extents(i), 0);
     for (const FileEnd& end : wait(device, kRecords)) CHECK(end.outcome == FileOutcome::kDone);
     std::mt19937 random(threads);
     for (int round = 0; round < 20; ++round) {
@@ -123,7 +123,7 @@ void puts_and_gets(unsigned threads) {
             const uint64_t late = i % 7 == 0 ? monotonic_nanos() + 100'000 : 0;
             // Half of them are written once more meanwhile: the same bytes, to the same pages.
             const bool put = i % 2 == 0;
-            device.submit(i, put, (put ? scene.sources : scene.targets)[i].record,
+            device.submit(i, put, {(put ? scene.sources : scene.targets)[i].record},
                           scene.file_extents(i), late);
         }
         std::set<uint64_t> ended;
@@ -151,7 +151,7 @@ void hanging_thread() {
         faults = scene.faults;
         faults->hang(true);
         FileDevice device({scene.fd, kPage, kFilePages}, 2, scene.faults);
-        device.submit(1, false, scene.targets[1].record, scene.file_extents(1), 0);
+        device.submit(1, false, {scene.targets[1].record}, scene.file_extents(1), 0);
         while (faults->hanging() == 0) std::this_thread::yield();
         CHECK(!device.close(1'000'000));
     }

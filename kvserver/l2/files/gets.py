@@ -57,7 +57,7 @@ class FileGets:
             self._tickets.counts.misses += 1
             return self._tickets.end(ticket, TierOutcome.MISSING)
         generation = self._records.generation_of(name)
-        self._device.submit(ticket, False, self._l1.record(name, memory, generation), found.extents, deadline_ns)
+        self._device.submit(ticket, False, [self._l1.record(name, memory, generation)], found.extents, deadline_ns)
         self._running[ticket] = _Get(ticket, name, generation, found.extents, found.recovered)
         self._records.pin(found.extents)
         return ticket

@@ -9,6 +9,9 @@ cuts the file off there, durably, first.
 Space. A journal without space would make the tier read-only. So this file and the one that replaces it each have
 `Folder.journal_bytes` reserved. When a file was replaced it keeps its space and becomes the next replacement: its old
 entries have another id.
+
+Format 1 has no units. Its entries are read, and none of a unit is appended: a daemon that knows only that format would end its
+replay there.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ log = logging.getLogger(__name__)
 
 NAME = "journal"
 _NEW = f"{NAME}.new"
-FORMAT = 1
+FORMAT = 2
 _MAGIC = b"KVSL2JNL"
 _HEAD = struct.Struct("<8sIIQQ")
 _SUM = struct.Struct("<Q")
@@ -51,9 +54,10 @@ class Journal:
     After an OSError the file may end with a part of an entry: append no more.
     """
 
-    def __init__(self, folder: Folder, fd: int, id: int, size: int) -> None:
+    def __init__(self, folder: Folder, fd: int, id: int, size: int, format: int = FORMAT) -> None:
         self.id = id
         self.bytes = size
+        self.format = format  # when it was opened
         self.capacity = folder.journal_bytes
         self._folder = folder
         self._disk = folder.disk
@@ -141,7 +145,7 @@ def replay(folder: Folder, table: RecordTable, writable: bool) -> tuple[Journal 
     except FileNotFoundError:
         return None, 0
     try:
-        id = _read_head(folder.disk.read(fd, HEAD_BYTES, 0), folder.data.id)
+        id, format = _read_head(folder.disk.read(fd, HEAD_BYTES, 0), folder.data.id)
         if not id:
             os.close(fd)
             return None, 0
@@ -152,7 +156,7 @@ def replay(folder: Folder, table: RecordTable, writable: bool) -> tuple[Journal 
     except BaseException:
         os.close(fd)
         raise
-    return Journal(folder, fd, id, end), sequence
+    return Journal(folder, fd, id, end, format), sequence
 
 
 def _replay_entries(folder: Folder, fd: int, table: RecordTable, id: int) -> tuple[int, int]:
@@ -170,12 +174,12 @@ def _replay_entries(folder: Folder, fd: int, table: RecordTable, id: int) -> tup
             return end, sequence
 
 
-def _read_head(raw: bytes, data_id: int) -> int:
-    """The file's id; 0 if the head is not whole, or of another data file."""
+def _read_head(raw: bytes, data_id: int) -> tuple[int, int]:
+    """The file's id and format; id 0 if the head is not whole, or of another data file."""
     if len(raw) < HEAD_BYTES or not raw.startswith(_MAGIC):
-        return 0
+        return 0, FORMAT
     _, format, _, id, of_data = _HEAD.unpack_from(raw)
     if format > FORMAT:
         raise FormatError(f"{NAME} has format {format}, and this version knows {FORMAT}")
     intact = _SUM.unpack_from(raw, _HEAD.size)[0] == checksum(raw[: _HEAD.size])
-    return int(id) if intact and of_data == data_id else 0
+    return (int(id) if intact and of_data == data_id else 0), format

@@ -8,7 +8,8 @@ Failures. After one the journal gets no entries, until a compaction has put a ne
 that may pass. Pages of dropped records wait for it.
 
 Owns: which pages of dropped records may be used again: those whose drops are in the journal (written, not fsynced). Compaction,
-when the journal has twice the bytes that its live records need, or nears its capacity. Refuses to know: tickets.
+when the journal has twice the bytes that its live records need, nears its capacity, or is of an earlier format. Refuses to know:
+tickets.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class LogWriter:
         self.bytes = file.bytes
         self.pending_pages = 0  # of dropped records, not free yet
         self.failure = ""
+        self.takes_units = file.format == journal.FORMAT  # else a compaction is due
 
     @property
     def most_live_bytes(self) -> int:
@@ -84,7 +86,8 @@ class LogWriter:
         if self.failure:
             self._table.drain_log()
         full = self.bytes + self._table.log_bytes > self._journal.capacity
-        if not (self._compacting or self.failure) and (full or self.bytes > self._most_bytes()):
+        due = full or not self.takes_units or self.bytes > self._most_bytes()
+        if due and not (self._compacting or self.failure):
             self._begin_compaction()
         elif self._compacting:
             self._write(full)
@@ -190,6 +193,7 @@ class LogWriter:
     def _switched(self, _: object, error: Exception | None) -> None:
         self._part_ended(_, error)
         self._compacting = False
+        self.takes_units |= error is None
         if error is None and self.failure:
             self.failure, self._retry_at_ns, self._retry_ns = "", 0, _FIRST_RETRY_NS
             self._failing("")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from kvserver._native import HostRegion, Record, checksum
@@ -63,6 +63,11 @@ class FileRecords:
         return self._writer is not None and not self._writer.behind
 
     @property
+    def takes_units(self) -> bool:
+        """Records may be added that share a unit. Not while the journal is of an earlier format."""
+        return self._writer is not None and self._writer.takes_units
+
+    @property
     def used_bytes(self) -> int:
         return self.pool.used_pages * self.pool.page_bytes
 
@@ -87,12 +92,14 @@ class FileRecords:
         found = self._table.find(name.namespace, self.generation_of(name), name.group, name.key)
         return PlacedRecord(*found) if found is not None else None
 
-    def add(self, name: ObjectName, parent: bytes, meaning: int, extents: bytes) -> None:
-        """Add a record in the place of any other of that name."""
-        self.remove(name)
-        generation = self.generation_of(name)
-        self._table.add(name.namespace, generation, name.group, name.key, parent, meaning, extents)
-        self._changed(True, name)
+    def add(self, names: Sequence[ObjectName], parent: bytes, meaning: int, extents: bytes) -> None:
+        """Add a unit of records, each in the place of any other of its name. `parent` is the first one's."""
+        for name in names:
+            self.remove(name)
+        first, keys = names[0], b"".join([name.key for name in names])
+        self._table.add(first.namespace, self.generation_of(first), first.group, keys, parent, meaning, extents)
+        for name in names:
+            self._changed(True, name)
 
     def remove(self, name: ObjectName) -> None:
         extents = self._table.remove(name.namespace, self.generation_of(name), name.group, name.key)

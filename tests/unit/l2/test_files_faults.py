@@ -381,7 +381,7 @@ class TestFiles:
         assert make_rig().holds(*range(12)) == []
 
     @pytest.mark.parametrize(
-        ("name", "known"), [("journal", 1), ("generations", 2), ("generations.copy", 2), ("data", 1)]
+        ("name", "known"), [("journal", 2), ("generations", 2), ("generations.copy", 2), ("data", 1)]
     )
     def test_files_of_a_later_version_are_left_as_they_are(
         self, make_rig: MakeRig, folder: Path, name: str, known: int

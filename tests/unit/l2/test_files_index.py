@@ -7,42 +7,71 @@ from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given
-from support.file_tiers import key_of
+from support.file_tiers import key_of, keys_of
 from support.properties import Dice, examples, walks
 
 from kvserver._native import RecordTable
 
 NAMESPACE, FILE = b"n" * 32, 77
 Name = tuple[int, int, int]  # generation, group, number
+NUMBERS = 56  # a unit begins with one of the first 40
 
 
 def extents(*pairs: tuple[int, int]) -> bytes:
     return b"".join(first.to_bytes(4, "little") + count.to_bytes(4, "little") for first, count in pairs)
 
 
+def parts(where: bytes, count: int) -> list[bytes]:
+    """Extents of equal parts, joined where they touch."""
+    pairs = memoryview(where).cast("I").tolist()
+    pages = [page for first, size in zip(pairs[::2], pairs[1::2], strict=True) for page in range(first, first + size)]
+    each = len(pages) // count
+    found = []
+    for at in range(0, len(pages), each):
+        runs: list[tuple[int, int]] = []
+        for page in pages[at : at + each]:
+            if runs and sum(runs[-1]) == page:
+                runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+            else:
+                runs.append((page, 1))
+        found.append(extents(*runs))
+    return found
+
+
+@dataclass(eq=False)
+class Unit:
+    """Names that were added together; `parent` counts while it has one."""
+
+    names: list[Name]
+    parent: Unit | None
+    age: int
+
+
 @dataclass
 class Model:
-    """Records by name, and what eviction chooses: the oldest of those that are no record's parent."""
+    """Records by name, and what eviction chooses: the last record of the oldest unit that is no other unit's parent."""
 
     records: dict[Name, tuple[int, bytes]] = field(default_factory=dict)
-    ages: dict[Name, int] = field(default_factory=dict)
-    parents: dict[Name, Name | None] = field(default_factory=dict)
+    units: dict[Name, Unit] = field(default_factory=dict)
     clock: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
-    def add(self, name: Name, parent: Name | None, meaning: int, where: bytes) -> None:
-        self.records[name], self.ages[name] = (meaning, where), next(self.clock)
-        self.parents[name] = parent if parent in self.records else None
+    def add(self, names: list[Name], parent: Name | None, meaning: int, where: bytes) -> None:
+        unit = Unit(list(names), self.units.get(parent) if parent else None, next(self.clock))
+        for name, part in zip(names, parts(where, len(names)), strict=True):
+            self.records[name], self.units[name] = (meaning, part), unit
 
     def remove(self, name: Name) -> bytes:
-        for child, parent in self.parents.items():
-            if parent == name:
-                self.parents[child] = None
-        del self.ages[name], self.parents[name]
+        self.units.pop(name).names.remove(name)
         return self.records.pop(name)[1]
 
+    def touch(self, name: Name) -> None:
+        if name in self.units:
+            self.units[name].age = next(self.clock)
+
     def victim(self) -> Name | None:
-        leaves = self.records.keys() - set(self.parents.values())
-        return min(leaves, key=self.ages.__getitem__, default=None)
+        units = set(self.units.values())
+        leaves = units - {unit.parent for unit in units}
+        return min(leaves, key=lambda unit: unit.age).names[-1] if leaves else None
 
 
 def names_in(table: RecordTable) -> list[Name]:
@@ -50,7 +79,7 @@ def names_in(table: RecordTable) -> list[Name]:
         (generation, group, number)
         for generation in (1, 2)
         for group in (0, 1)
-        for number in range(40)
+        for number in range(NUMBERS)
         if table.find(NAMESPACE, generation, group, key_of(number)) is not None
     ]
 
@@ -78,22 +107,25 @@ def test_random_changes_agree_with_a_plain_model_and_the_journal_replays_them(wa
         name = (dice.choice((1, 2)), dice.choice((0, 1)), dice.randrange(40))
         generation, group, number = name
         match dice.choice(("add", "add", "add", "remove", "touch", "evict", "drop_space", "log")):
-            case "add" if name not in model.records:
+            case "add":
+                names = [(generation, group, each) for each in range(number, number + dice.choice((1, 1, 2, 5, 16)))]
+                names = list(itertools.takewhile(lambda each: each not in model.records, names))
+                if not names:
+                    continue
                 parent = (generation, group, number - 1)
-                where = extents(*[(next(page) * 8, dice.randint(1, 8)) for _ in range(dice.choice((1, 1, 3)))])
-                table.add(
-                    NAMESPACE, generation, group, key_of(number), key_of(number - 1) if number else b"", number, where
-                )
-                model.add(name, parent if number else None, number, where)
+                sizes = [len(names) * dice.randint(1, 4) for _ in range(dice.choice((1, 1, 3)))]
+                where = extents(*[(next(page) * 100, size) for size in sizes])
+                keys = b"".join(key_of(each[2]) for each in names)
+                table.add(NAMESPACE, generation, group, keys, key_of(number - 1) if number else b"", number, where)
+                model.add(names, parent if number else None, number, where)
             case "remove":
                 expected = model.remove(name) if name in model.records else None
                 assert table.remove(NAMESPACE, generation, group, key_of(number)) == expected
             case "touch":
-                numbers = [dice.randrange(40) for _ in range(3)]
+                numbers = [dice.randrange(NUMBERS) for _ in range(3)]
                 table.touch(NAMESPACE, generation, group, b"".join(map(key_of, numbers)))
                 for each in reversed(numbers):
-                    if (generation, group, each) in model.ages:
-                        model.ages[generation, group, each] = next(model.clock)
+                    model.touch((generation, group, each))
             case "evict":
                 victim, evicted = model.victim(), table.evict()
                 if victim is None:
@@ -113,25 +145,46 @@ def test_random_changes_agree_with_a_plain_model_and_the_journal_replays_them(wa
             case "log":
                 log += table.drain_log()
         assert len(table) == len(model.records)
-        held = table.holds(NAMESPACE, generation, group, b"".join(map(key_of, range(40))))
-        assert held == sum(1 << each for each in range(40) if (generation, group, each) in model.records)
+        held = table.holds(NAMESPACE, generation, group, b"".join(map(key_of, range(NUMBERS))))
+        assert held == sum(1 << each for each in range(NUMBERS) if (generation, group, each) in model.records)
     assert names_in(table) == sorted(model.records)
     assert walked(table, most=len(walk) % 7 + 1) == sorted(model.records)
     assert table.spaces() == [] if not model.records else len(table.spaces()) <= 4
     log += table.drain_log()
     again = RecordTable(6)
     assert again.replay(log, FILE, 0)[0] == len(log)
-    for name, (meaning, where) in model.records.items():
-        assert again.find(NAMESPACE, name[0], name[1], key_of(name[2])) == (meaning, where, True)
+    again.link_orphans()
+    compacted = compact(table)
+    for replayed in (again, compacted):
+        for name, (meaning, where) in model.records.items():
+            assert replayed.find(NAMESPACE, name[0], name[1], key_of(name[2])) == (meaning, where, True)
+    assert len(compacted) == len(model.records)
+    assert table.live_journal_bytes >= compacted.live_journal_bytes >= table.live_journal_bytes * 0.7
+    assert [table.evict() for _ in range(len(table) + 1)] == [compacted.evict() for _ in range(len(compacted) + 1)]
+    assert table.live_journal_bytes == 0
+
+
+def compact(table: RecordTable) -> RecordTable:
+    """What a replay of the table's next journal finds."""
+    table.begin_next_log(FILE + 1)
+    log = b""
+    while not table.fill_next_log(3):
+        log += table.drain_next_log()
+    log += table.drain_next_log()
+    table.switch_logs()
+    again = RecordTable(7)
+    assert again.replay(log, FILE + 1, 0)[0] == len(log)
+    again.link_orphans()
+    return again
 
 
 def test_a_compacted_log_has_the_same_records_ages_and_parents_whatever_changes_meanwhile() -> None:
     table = RecordTable(1)
     table.begin_log(FILE, 0)
-    for number in range(100):
-        table.add(
-            NAMESPACE, 1, 0, key_of(number), key_of(number - 1) if number % 10 else b"", 9, extents((number + 1, 1))
-        )
+    for number in range(0, 100, 5):  # chains of ten: a unit of four and a record, twice
+        after = key_of(number - 1) if number % 10 else b""
+        table.add(NAMESPACE, 1, 0, keys_of(*range(number, number + 4)), after, 9, extents((number + 1, 4)))
+        table.add(NAMESPACE, 1, 0, key_of(number + 4), key_of(number + 3), 9, extents((number + 5, 1)))
     table.touch(NAMESPACE, 1, 0, b"".join(map(key_of, range(30, 40))))
     table.begin_next_log(FILE + 1)
     log, turn = b"", 0
@@ -178,6 +231,34 @@ def test_replay_ends_at_the_first_entry_that_is_not_the_next_one(damage: str) ->
             assert len(again) == 10
 
 
+def test_a_journal_cut_anywhere_has_whole_units_and_no_part_of_one() -> None:
+    table = RecordTable(1)
+    table.begin_log(FILE, 0)
+    sizes, ends, log = (3, 1, 16, 2), [0], b""
+    for unit, size in enumerate(sizes):
+        first = 100 * unit
+        after = key_of(first - 100) if unit else b""
+        table.add(NAMESPACE, 1, 0, keys_of(*range(first, first + size)), after, 9, extents((first + 1, 2 * size)))
+        log += table.drain_log()
+        ends.append(len(log))
+    for cut in range(len(log) + 1):
+        again = RecordTable(2)
+        whole = sum(end <= cut for end in ends) - 1
+        assert again.replay(log[:cut], FILE, 0) == (ends[whole], whole)
+        assert len(again) == sum(sizes[:whole])
+    for at in range(ends[2], ends[3]):
+        flipped = log[:at] + bytes([log[at] ^ 1 << at % 8]) + log[at + 1 :]
+        assert RecordTable(1).replay(flipped, FILE, 0) == (ends[2], 2)
+
+
+def test_a_record_of_a_unit_on_pages_of_others_is_dropped_alone() -> None:
+    table = RecordTable(1)
+    table.add(NAMESPACE, 1, 0, key_of(9), b"", 9, extents((12, 2)))
+    table.add(NAMESPACE, 1, 0, keys_of(1, 2, 3), b"", 9, extents((10, 6)))
+    assert table.check_extents(1, 100) == (1, extents((1, 9), (16, 84)))
+    assert table.holds(NAMESPACE, 1, 0, keys_of(1, 2, 3)) == 0b101
+
+
 def test_records_outside_the_file_or_on_pages_of_others_are_dropped_durably() -> None:
     table = RecordTable(1)
     good = [extents((1, 3)), extents((10, 1), (12, 1))]
@@ -192,19 +273,26 @@ def test_records_outside_the_file_or_on_pages_of_others_are_dropped_durably() ->
     assert table.check_extents(1, 100) == (0, free)
 
 
-def test_an_object_uses_150_bytes_of_memory_at_most() -> None:
+@pytest.mark.parametrize(("unit", "most"), [(1, 120), (4, 65), (16, 52)])
+def test_an_object_uses_little_memory_also_where_records_were_replaced(unit: int, most: int) -> None:
     table = RecordTable(1)
-    count = 100_000
-    for number in range(count):
-        parent = key_of(number - 1) if number else b""
-        table.add(NAMESPACE, 1, 0, key_of(number), parent, 9, extents((number + 1, 1)))
-    assert table.memory_bytes / count <= 150
-    while table.evict() is not None:
-        pass
-    for number in range(count):
-        table.add(NAMESPACE, 1, 0, key_of(number), b"", 9, extents((number + 1, 1)))
-        table.touch(NAMESPACE, 1, 0, key_of(number))
-    assert table.memory_bytes / count <= 150, "records that were replaced leave nothing behind"
+    count = 96_000
+
+    def fill() -> None:
+        for number in range(0, count, unit):
+            parent = key_of(number - 1) if number else b""
+            keys = keys_of(*range(number, number + unit))
+            table.add(NAMESPACE, 1, 0, keys, parent, 9, extents((number + 1, unit)))
+
+    fill()
+    assert table.memory_bytes / count <= most
+    for _ in range(2):
+        while table.evict() is not None:
+            pass
+        fill()
+        for number in range(count):
+            table.touch(NAMESPACE, 1, 0, key_of(number))
+    assert table.memory_bytes / count <= most, "records that were replaced leave nothing behind"
 
 
 @pytest.mark.parametrize("keys", [b"", b"k" * 31, b"k" * 33])
@@ -214,5 +302,9 @@ def test_what_is_no_key_is_refused(keys: bytes) -> None:
         table.find(NAMESPACE, 1, 0, keys)
     with pytest.raises(ValueError, match="128"):
         table.holds(b"", 1, 0, b"")
-    with pytest.raises(ValueError, match="without extents"):
-        table.add(NAMESPACE, 1, 0, key_of(1), b"", 9, b"")
+    for where in (b"", extents((1, 3))):
+        with pytest.raises(ValueError, match="extents"):
+            table.add(NAMESPACE, 1, 0, keys_of(1, 2), b"", 9, where)
+    for count in (0, 17):
+        with pytest.raises(ValueError, match="1 to 16"):
+            table.add(NAMESPACE, 1, 0, keys_of(*range(count)), b"", 9, extents((1, 17)))
