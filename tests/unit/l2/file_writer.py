@@ -19,7 +19,9 @@ NUMBERS = 60
 
 
 def sizes_of(number: int) -> tuple[int, ...]:
-    return tuple(random.Random(number).choices((8, 4096, 9000, 20_000), k=1 + number % 3))
+    """Neighbours have the same, so that they share units."""
+    chain = number // 5
+    return tuple(random.Random(chain).choices((8, 4096, 9000, 20_000), k=1 + chain % 3))
 
 
 def main(folder: str, seed: int, size: str) -> None:
@@ -31,7 +33,10 @@ def main(folder: str, seed: int, size: str) -> None:
     while True:
         version += 1
         begun = []
-        for number in dice.sample(range(NUMBERS), 8):
+        numbers = [
+            first + place for first in dice.sample(range(0, NUMBERS, 5), 3) for place in range(dice.randint(1, 5))
+        ]
+        for number in numbers:
             rig.tier.drop(NAMESPACE, 0, keys_of(number))
             parent = key_of(number - 1) if number % 5 else b""
             begun.append((*rig.begin_put(name_of(number), *sizes_of(number), parent=parent, version=version), number))

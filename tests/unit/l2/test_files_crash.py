@@ -67,10 +67,8 @@ def test_a_machine_that_lost_power_gives_no_wrong_bytes(tmp_path: Path, losses: 
             rig.put(name_of(number), *sizes_of(number), version=0)
         rig.written()
         shutil.copytree(after, before)
-        for step in range(60):
-            number = dice.randrange(NUMBERS)
-            rig.tier.drop(NAMESPACE, 0, keys_of(number))
-            rig.put(name_of(number), *sizes_of(number), version=step)
+        for step in range(30):
+            put_neighbours(rig, dice, step)
         rig.written()
         shutil.copytree(after, crashed := tmp_path / f"crashed{turn}")
         rig.close()
@@ -131,6 +129,20 @@ def test_a_flipped_bit_of_a_file_is_a_counted_miss_at_most(tmp_path: Path, flips
     assert outcomes["data: corrupt"] > flips // 5
     assert outcomes["journal: fewer"] > flips // 20
     assert outcomes["generations: all there"] > flips // 20, "there is a copy"
+
+
+def put_neighbours(rig: FileRig, dice: random.Random, version: int) -> None:
+    """One to three of a chain anew, in one turn."""
+    first = dice.randrange(0, NUMBERS, 5) + dice.randrange(3)
+    numbers = range(first, first + dice.randint(1, 3))
+    rig.tier.drop(NAMESPACE, 0, keys_of(*numbers))
+    begun = [
+        rig.begin_put(name_of(each), *sizes_of(each), parent=keys_of(each - 1) if each else b"", version=version)
+        for each in numbers
+    ]
+    for ticket, memory in begun:
+        rig.end(ticket)
+        rig.l1.free(memory)
 
 
 def flip_bit(path: Path, at: int, bit: int) -> None:

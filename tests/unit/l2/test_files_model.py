@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from hypothesis import given
-from support.file_tiers import FileRig, keys_of, name_of
+from support.file_tiers import FileRig, key_of, keys_of, name_of
 from support.properties import Dice, examples, walks
 
 from kvserver.l2 import ObjectName, TierOutcome
@@ -27,9 +27,16 @@ def test_walks_agree_with_a_plain_model(walk: list[Dice]) -> None:
                 match dice.choice(("put", "put", "put", "get", "drop", "clear", "reopen")):
                     case "put":
                         size = 8 + step * 512 + dice.randrange(512)  # of each put another one
-                        model.pop(name, None)
-                        if rig.put(name, size, version=step) is TierOutcome.DONE:
-                            model[name] = (size, step)
+                        first = int.from_bytes(name.key, "big")
+                        names = [name._replace(key=key_of(first + each)) for each in range(dice.choice((1, 2, 4)))]
+                        begun = []
+                        for each, after in zip(names, [b"", *names], strict=False):
+                            model.pop(each, None)
+                            begun.append(rig.begin_put(each, size, parent=after and after.key, version=step))
+                        for each, (ticket, memory) in zip(names, begun, strict=True):
+                            if rig.end(ticket).outcome is TierOutcome.DONE:
+                                model[each] = (size, step)
+                            rig.l1.free(memory)
                     case "get" if name in model:
                         size, version = model[name]
                         if rig.get(name, size, version=version) is not TierOutcome.DONE:
@@ -52,7 +59,7 @@ def test_walks_agree_with_a_plain_model(walk: list[Dice]) -> None:
                     name_of(number, namespace, group)
                     for namespace in NAMESPACES
                     for group in (0, 1)
-                    for number in rig.holds(*range(6), namespace=namespace, group=group)
+                    for number in rig.holds(*range(9), namespace=namespace, group=group)
                 }
                 assert rig.walked() == rig.reported == held
                 assert held <= model.keys(), "it was dropped or cleared"
