@@ -33,8 +33,8 @@ from kvserver.tiering.rates import ReadRates
 from kvserver.tiering.tiers import ConfiguredTier, Tiers
 
 MOST_QUEUED = 1 << 16  # objects of each tier
-_MOST_PUTS = 16  # under way at a time. Of a file tier, whose small objects share units, as many as
-_SMALL_PUTS, _SMALL_PUT_BYTES = 256, 32 << 20  # if these are more; and
+_MOST_PUTS = 16  # under way at a time, and
+MOST_SMALL_PUTS, _SMALL_PUT_BYTES = 256, 32 << 20  # of a tier that is not shared, where these are more, and
 _LEAST_PUT_BYTES, _MOST_PUT_BYTES = (
     64 << 20,
     256 << 20,
@@ -178,7 +178,7 @@ class Spill:
 
     def _may_put(self, queue: _Queue) -> bool:
         size = queue.waiting[0].coverage.bytes
-        small = 0 if queue.configured.tier.shared else min(_SMALL_PUTS, _SMALL_PUT_BYTES // size)
+        small = 0 if queue.configured.tier.shared else min(MOST_SMALL_PUTS, _SMALL_PUT_BYTES // size)
         if queue.puts and (queue.puts >= max(_MOST_PUTS, small) or queue.put_bytes + size > self._most_put_bytes):
             return False
         return not queue.configured.url.write_limit or queue.credit > 0

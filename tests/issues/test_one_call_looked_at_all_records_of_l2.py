@@ -17,7 +17,7 @@ from support.file_tiers import PAGE, FaultyDisk, FileRig, SmallL1, key_of, keys_
 from kvserver._native import RecordTable
 from kvserver.l2 import TierOutcome
 
-NAMESPACE, OTHER, CHAIN, MOST = b"n" * 32, b"o" * 32, 32, 64
+NAMESPACE, OTHER, CHAIN, UNIT, MOST = b"n" * 32, b"o" * 32, 32, 16, 64
 FEW, MANY = 6_000, 60_000
 LOOP_CALLS = (
     "holds", "find", "add", "remove", "touch", "evict", "spaces", "walk", "drop_space", "sweep", "begin_next_log",
@@ -42,9 +42,14 @@ class Measured:
         return call
 
     def fill(self, namespace: bytes, records: int) -> None:
-        for number in range(records):
+        """Every other chain is of units."""
+        number = 0
+        while number < records:
+            unit = 1 if number // CHAIN % 2 else min(UNIT, records - number)
             parent = key_of(number - 1) if number % CHAIN else b""
-            self.add(namespace, 1, 0, key_of(number), parent, 1, number.to_bytes(4, "little") + bytes([1, 0, 0, 0]))
+            extent = number.to_bytes(4, "little") + bytes([unit, 0, 0, 0])
+            self.add(namespace, 1, 0, keys_of(*range(number, number + unit)), parent, 1, extent)
+            number += unit
 
 
 def longest_calls(records: int) -> Counter[str]:

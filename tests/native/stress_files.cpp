@@ -104,6 +104,17 @@ void puts_and_gets(unsigned threads) {
     for (uint32_t i = 0; i < kRecords; ++i)
         device.submit(i, true, {scene.sources[i].record}, scene.file_extents(i), 0);
     for (const FileEnd& end : wait(device, kRecords)) CHECK(end.outcome == FileOutcome::kDone);
+    // Two of them once more, as a unit whose extents are not those of its records.
+    device.submit(0, true, {scene.sources[0].record, scene.sources[1].record},
+                  {{0, 2}, {2, 2 * (kSlotPages + 1) - 2}}, 0);
+    CHECK(wait(device, 1).front().bytes == 2 * kSlotBytes);
+    for (uint32_t i = 0; i < 2; ++i) {
+        device.submit(i, false, {scene.targets[i].record}, {{i * (kSlotPages + 1), kSlotPages + 1}},
+                      0);
+        CHECK(wait(device, 1).front().outcome == FileOutcome::kDone);
+        device.submit(i, true, {scene.sources[i].record}, scene.file_extents(i), 0);
+        CHECK(wait(device, 1).front().outcome == FileOutcome::kDone);
+    }
     std::mt19937 random(threads);
     for (int round = 0; round < 20; ++round) {
         scene.faults->reads.error = round % 4 == 1 ? EIO : 0;
@@ -181,8 +192,14 @@ void table_and_journal() {
             CHECK(table.remove(space, key(number)).has_value());
             there.erase(key(number));
         } else {
-            table.add(space, key(number), key(number / 2), step, {{step + 1, 1}, {step + 9, 2}});
-            there[key(number)] = step;
+            // A unit of it and of those behind it that are not there.
+            std::string keys = key(number);
+            uint32_t more = 1;
+            for (; more < step % 17 && !there.contains(key(number + more)); ++more)
+                keys += key(number + more);
+            table.add(space, keys, key(number / 2), step,
+                      {{step + 1, more}, {step + 99, 2 * more}});
+            for (uint32_t i = 0; i < more; ++i) there[key(number + i)] = step;
         }
         if (step % 50 == 0) {
             if (const auto evicted = table.evict()) there.erase(evicted->key);

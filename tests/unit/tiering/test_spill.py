@@ -61,13 +61,18 @@ Make = Callable[..., contextlib.AbstractContextManager[Spilling]]
 
 @contextlib.contextmanager
 def spilling(
-    parameters: str = "", l1_bytes: int = 8 * L1_BYTES, state: State = "ready", **worker: Any
+    parameters: str = "", l1_bytes: int = 8 * L1_BYTES, state: State = "ready", most_small: int = 0, **worker: Any
 ) -> Iterator[Spilling]:
+    """At most 16 puts at a time, or `most_small`."""
     region = HostRegion(l1_bytes)
     tier = PlainTier(region, PAGE_BYTES)
     tier.state = state
     devices = Devices(CpuDevice(region, PAGE_BYTES, 1))
-    with running_server(devices, l1_bytes, tiers=[tier.configured(parameters)]) as running:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        running_server(devices, l1_bytes, tiers=[tier.configured(parameters)]) as running,
+    ):
+        patch.setattr(spill, "MOST_SMALL_PUTS", most_small)
         engine = Worker(running.endpoint, **worker)
         try:
             yield Spilling(running, tier, engine)
@@ -178,6 +183,17 @@ def test_a_tier_that_is_stopped_holds_up_neither_stores_nor_evictions() -> None:
         assert status.dropped["left_l1"] > 0
         assert len(s.tier.objects) + sum(status.dropped.values()) == 2 + 40 * 8
         assert s.audit() is Audit.BALANCED
+
+
+@pytest.mark.parametrize(("shared", "at_once"), [(False, 24), (True, 16)])
+def test_more_small_puts_run_at_a_time_in_a_tier_that_is_not_shared(shared: bool, at_once: int) -> None:
+    with spilling(most_small=24) as s:
+        s.tier.shared, s.tier.stopped = shared, True
+        s.store(make_keys(30))
+        wait_until(lambda: len(s.tier.waiting) == at_once)
+        s.tier.release()
+        s.written(30)
+        assert len(s.tier.objects) == 30
 
 
 def test_objects_behind_a_dropped_object_are_dropped() -> None:
