@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import struct
+import threading
 from pathlib import Path
 
 import pytest
@@ -186,15 +187,20 @@ class TestEarlierFormat:
     """A journal of format 1 has an entry for each record: kinds 1, 2 and 3."""
 
     @staticmethod
-    def make_format_1(folder: Path) -> None:
-        """The head of format 1. REQUIRES: entries of single records, which are the same in both formats."""
-        path = folder / "tier/journal"
-        raw = path.read_bytes()
-        at = 40
+    def kinds(folder: Path) -> list[int]:
+        """Of the entries of a journal without units."""
+        raw, at, found = (folder / "tier/journal").read_bytes(), 40, []
         while at < len(raw):
             extents, namespace_bytes, kind = struct.unpack_from("<III", raw, at + 52)
-            assert kind in (1, 2, 3)
+            found.append(kind)
             at += 128 + -(-namespace_bytes // 8) * 8 + 8 * extents
+        return found
+
+    def make_format_1(self, folder: Path) -> None:
+        """Change the head. REQUIRES: entries of single records, which are the same in both formats."""
+        assert set(self.kinds(folder)) <= {1, 2, 3}
+        path = folder / "tier/journal"
+        raw = path.read_bytes()
         head = struct.pack("<8sII16s", raw[:8], 1, 40, raw[16:32])
         path.write_bytes(head + struct.pack("<Q", checksum(head)) + raw[40:])
 
@@ -221,22 +227,28 @@ class TestEarlierFormat:
         all_there(make_rig(), 0, 1, 2, 3, 5, 10, 11, 12, 20, 21, 22)
 
     def test_no_unit_is_appended_to_it(self, make_rig: MakeRig, tmp_path: Path) -> None:
-        class NoNewJournal(FaultyDisk):
+        class SlowReplacement(FaultyDisk):
+            """The replacement of the journal waits, and fails at last."""
+
+            opened, go_on_opening = 0, threading.Event()
+
             def open(self, name: str, flags: int, folder: int) -> int:
-                if name == "journal.new":
-                    raise OSError(errno.EIO, "no new journal")
+                self.opened += name == "journal.new"
+                if self.opened > 1:  # the first one reserves its space
+                    self.go_on_opening.wait(20)
                 return super().open(name, flags, folder)
 
+        disk = SlowReplacement()
         rig = make_rig()
         rig.put(name_of(0), *SIZES)
         rig.close()
         self.make_format_1(tmp_path)
-        rig = make_rig(disk=NoNewJournal())
-        tickets = begin_chain(rig, 1, 2, 3)
-        rig.until(lambda: all(map(rig.ended, tickets)) and rig.tier.state == "read_only")
+        rig = make_rig(disk=disk)
+        rig.until(lambda: disk.opened == 2)
+        assert outcomes(rig, begin_chain(rig, 1, 2, 3)) == [DONE] * 3
+        disk.errors["replace"] = errno.EIO
+        disk.go_on_opening.set()
+        rig.until(lambda: rig.tier.state == "read_only")
         rig.close()
-        assert self.format_of(tmp_path) == 1
-        rig = make_rig()
-        there = rig.holds(*range(4))
-        assert there in ([0], [0, 1, 2, 3]), "an entry for each, or none"
-        all_there(rig, *there)
+        assert (self.format_of(tmp_path), self.kinds(tmp_path)) == (1, [1, 1, 3, 3])
+        all_there(make_rig(), 0, 1, 2, 3)
