@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
@@ -155,6 +156,15 @@ def serve(rate: float, pipe: Connection) -> None:
         pipe.send(store.take_counts())
 
 
+def start_store(rate: float) -> tuple[Connection, SpawnProcess, str]:
+    """A pipe to the store, its process and a tier's URL. `rate`: MB/s of a connection."""
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    server = context.Process(target=serve, args=(rate * 1e6, theirs), daemon=True)
+    server.start()
+    return pipe, server, f"s3://bucket/bench?endpoint=http://127.0.0.1:{pipe.recv()}&region=us-east-1&timeout=60s"
+
+
 class Tier:
     """A tier; `parts`: the least bytes of a part that is read, and of a value that is put in parts."""
 
@@ -202,15 +212,11 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=60, help="MB/s of a connection")
     arguments = parser.parse_args()
     os.environ.update(CREDENTIALS)
-    context = multiprocessing.get_context("spawn")
     rows: list[list[object]] = []
     for megabytes in arguments.size:
         size = int(megabytes * 1e6)
         for count in (1, max(6, int(400 / megabytes))):
-            pipe, theirs = context.Pipe()
-            server = context.Process(target=serve, args=(arguments.rate * 1e6, theirs), daemon=True)
-            server.start()
-            url = f"s3://bucket/bench?endpoint=http://127.0.0.1:{pipe.recv()}&region=us-east-1&timeout=60s"
+            pipe, server, url = start_store(arguments.rate)
             tiers = [Tier(url, size, count, parts, pipe) for parts in ((1 << 40, 1 << 40), PARTS)]
             for what in ("PUT", "GET"):  # both read what the second one put last
                 found: list[list[float]] = [[], []]
