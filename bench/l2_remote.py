@@ -4,7 +4,8 @@
 
 The servers are those of the tests, on this machine: Valkey, Mooncake, and moto for S3, which is slow itself. `loop`: one thread that calls the
 library and XXH3; `threads`: as many as the tier has lanes, each with a client. The tier does what they do, and gathers from and
-scatters to L1; before its puts it has probed, as a lookup does. Expected is 0.85 of the faster one.
+scatters to L1; before its puts it has probed, as a lookup does. Expected is 0.85 of the faster one. Of S3 it prints the requests
+that a prompt costs, too, without those of ids.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import TypeAlias, cast
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from common import alternate, median, table
+from l2_s3_parts import start_store
 from support.l1_memory import PAGE, name, within
 from support.mooncake import MooncakeStore
 from support.s3 import CREDENTIALS, S3Server
@@ -41,6 +43,7 @@ from kvserver.l2.remote.mooncake import MooncakeUrl
 from kvserver.l2.remote.store import StoreClient
 
 ROUNDS, TOTAL_BYTES = 9, 64 << 20
+CHUNKS, CHUNK_BYTES = 1000, 256 << 10  # of a prompt whose requests of S3 are counted
 AT_ONCE = {"put": 16, "get": 64}  # as the daemon has them under way
 Connect = Callable[[], StoreClient]
 Buffer: TypeAlias = "bytes | memoryview"
@@ -185,6 +188,36 @@ def measure(kind: str, url: str, size: int) -> list[list[object]]:
     return rows
 
 
+def requests_of_s3() -> list[list[object]]:
+    """HEADs, PUTs and GETs of a prompt that one daemon looks up, writes and looks up again, and another one looks up and reads."""
+    pipe, server, url = start_store(1e6)
+    daemons = [TierDaemon(url) for _ in range(2)]
+    rows: list[list[object]] = []
+
+    def count(what: str, work: Callable[[], object]) -> None:
+        pipe.send("counts")
+        pipe.recv()
+        work()
+        pipe.send("counts")
+        counts, _ = pipe.recv()
+        rows.append([what, *(counts.get(method, 0) for method in ("HEAD", "PUT", "GET"))])
+
+    for daemon in daemons:
+        daemon.until_open()
+    writer, reader = daemons
+    prompt, memory = list(range(CHUNKS)), [daemon.l1.object(CHUNK_BYTES) for daemon in daemons]
+    count("looked up, absent", lambda: writer.probe(prompt))
+    count("written", lambda: [writer.put(name(number), memory[0]) for number in prompt])
+    count("looked up again", lambda: writer.probe(prompt))
+    count("looked up by another daemon", lambda: reader.probe(prompt))
+    count("read", lambda: [reader.get(name(number), memory[1]) for number in prompt])
+    for daemon in daemons:
+        daemon.tier.close(within(5))
+    pipe.send(False)
+    server.join()
+    return rows
+
+
 def start(kind: str, folder: Path) -> SharedStore:
     if kind == "mooncake":  # evicts what was not used for a while
         return MooncakeStore(folder, memory="4GB", lease_ms=60_000)
@@ -208,6 +241,8 @@ def main() -> None:
                 finally:
                     store.close()
     print(table(["kind", "MiB", "", "loop GB/s", "threads", "tier", "tier/best"], rows))
+    if arguments.only in (None, "s3"):
+        print(table([f"a prompt of {CHUNKS} chunks", "HEAD", "PUT", "GET"], requests_of_s3()))
 
 
 if __name__ == "__main__":

@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 import http.client
+import re
+import socket
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 
+def _upload_step(method: str, path: str) -> str:
+    """The step of an upload in parts; "" for another request."""
+    query = path.partition("?")[2]
+    if part := re.search(r"partNumber=(\d+)", query):
+        return f"part {part[1]}"
+    if "uploadId=" in query:
+        return "abort" if method == "DELETE" else "complete"
+    return "begin" if query.startswith("uploads") else ""
+
+
 class IllProxy:
     """`ill`: pairs of a method and the end of a path that are answered with `status`.
 
     `change`: what becomes of an answer to a request with a range, which it may keep back; its arguments: the range and the body.
+    `upload`: what becomes of a step of an upload in parts ("begin", "part 1", ..., "complete", "abort"), which it may keep back: the
+    body that is passed on, the status of a refusal, or None: the connection is cut.
     """
 
     def __init__(self, port: int) -> None:
         self.ill: set[tuple[str, str]] = set()
         self.status = (500, "InternalError")
         self.change: Callable[[str, bytes], bytes] = lambda range, body: body
+        self.upload: Callable[[str, bytes], bytes | int | None] = lambda step, body: body
         proxy = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -29,6 +44,16 @@ class IllProxy:
 
             def _pass_on(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                if step := _upload_step(self.command, self.path):
+                    passed = proxy.upload(step, body)
+                    if passed is None:
+                        self.close_connection = True
+                        self.connection.shutdown(socket.SHUT_RDWR)
+                        return
+                    if isinstance(passed, int):
+                        self._reply(passed, {}, b"<Error><Code>Refused</Code></Error>")
+                        return
+                    body = passed
                 if any(self.command == method and self.path.endswith(end) for method, end in proxy.ill):
                     status, code = proxy.status
                     self._reply(status, {}, b"<Error><Code>%s</Code></Error>" % code.encode())

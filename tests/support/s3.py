@@ -68,6 +68,11 @@ class S3Server:
         names = [each["Key"] for page in pages for each in page.get("Contents", [])]
         return sorted(name for name in names if "/generations/" not in name)
 
+    def uploads(self) -> list[str]:
+        """Names of uploads that are neither complete nor aborted."""
+        found = self._client.list_multipart_uploads(Bucket=BUCKET)
+        return [each["Key"] for each in found.get("Uploads", [])]
+
     def read(self, where: str) -> bytes:
         found: bytes = self._client.get_object(Bucket=BUCKET, Key=where)["Body"].read()
         return found

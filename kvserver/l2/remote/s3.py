@@ -2,7 +2,8 @@
 
 Credentials are those of the environment (AWS_ACCESS_KEY_ID, ..., web identity, the machine's role); a URL has none. A value that
 is read stays in the client's own memory until the caller releases it. A large one is read in parts into the lane's buffer, each by a
-connection of its own. `If-Match` keeps parts of two writes apart, and the record's checks cover them all.
+connection of its own. `If-Match` keeps parts of two writes apart, and the record's checks cover them all. A larger one is also written
+in parts: S3 shows it once all are there. The library sends a part that failed again, and ends an upload that fails as a whole.
 
 Expiry is the bucket's: a lifecycle rule, which would remove ids as well. So ids in use are written anew.
 
@@ -35,7 +36,9 @@ T = TypeVar("T")
 _MOST_VALUE_BYTES = 5 << 30  # of one PUT
 _MOST_QUESTIONS = 16  # requests at once, of objects, too
 _PART_BYTES = 2 << 20  # of the smallest part of a value that is read; up to so many it is read by one request
-_MOST_PARTS = 16  # of one value, whose parts are larger then
+_MOST_PARTS = 16  # of one value, whose parts are larger then; all are under way at once
+_UPLOAD_BYTES = 16 << 20  # of the largest value that is put by one request
+_UPLOAD_PART_BYTES = 5 << 20  # of the smallest part of a larger one: S3 takes less of the last one only
 _PIECE_BYTES = 1 << 20  # of a part in the client's memory at a time
 _MOST_RETRIES = 2  # of one request, inside its time-out: S3 answers 503 where it wants less of them
 _NO_SPACE = ("QuotaExceeded", "StorageFull", "507 Insufficient Storage")
@@ -175,7 +178,12 @@ class _S3Client:
 
     def put(self, names: Sequence[str], values: Sequence[memoryview]) -> list[StoreError | None]:
         async def put(name: str, value: memoryview) -> None:
-            await self._obstore.put_async(self._store, name, value, use_multipart=False)
+            if len(value) <= _UPLOAD_BYTES:
+                await self._obstore.put_async(self._store, name, value, use_multipart=False)
+                return
+            step = max(_UPLOAD_PART_BYTES, -(-len(value) // _MOST_PARTS))
+            parts = (value[start : start + step] for start in range(0, len(value), step))  # the library copies none
+            await self._obstore.put_async(self._store, name, parts, chunk_size=step, max_concurrency=_MOST_PARTS)
 
         answers = self._each(put, names, values)
         refused = [

@@ -99,6 +99,21 @@ def test_tiers_with_other_prefixes_share_nothing(server: S3Server, prefix: str, 
     assert theirs.get(name(1), theirs.l1.object(PAGE)) is TierOutcome.MISSING
 
 
+def test_a_probe_of_a_chain_that_s3_lacks_is_one_request(
+    server: S3Server, prefix: str, make_daemon_of: MakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon = make_daemon_of(server.url_of(prefix))
+    head, requests = obstore.head_async, []
+
+    def count(store: Any, where: str) -> Any:
+        requests.append(where)
+        return head(store, where)
+
+    monkeypatch.setattr(obstore, "head_async", count)
+    assert daemon.probe(list(range(100)), seconds=60) == 0
+    assert len(requests) == 1
+
+
 def test_the_secret_is_in_no_error(
     server: S3Server, make_daemon_of: MakeDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""Large objects of S3, which are read in parts by several connections: whole or not at all."""
+"""Large objects of S3, which are put and read in parts by several connections: whole or not at all."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
+from support.daemon import wait_until
 from support.ill_proxy import IllProxy
 from support.l1_memory import PAGE, name
 from support.s3 import S3Server, one_server
@@ -15,6 +16,7 @@ from kvserver.l2 import ObjectMemory, TierOutcome
 from kvserver.l2.remote import s3
 
 _SIZE = 9 << 20  # five parts
+_UPLOADED = 18 << 20  # four parts of an upload
 _SECONDS = 100.0  # that no test takes
 _SECOND_PART = f"bytes={s3._PART_BYTES}-{2 * s3._PART_BYTES - 1}"
 
@@ -34,7 +36,7 @@ def proxy(server: S3Server) -> Iterator[IllProxy]:
 @pytest.fixture
 def daemon(server: S3Server, proxy: IllProxy, prefix: str, make_daemon_of: MakeDaemon) -> TierDaemon:
     url = server.url_of(prefix, "timeout=60s").replace(str(server.port), str(proxy.port))
-    return make_daemon_of(url, pages=4 * _SIZE // PAGE)
+    return make_daemon_of(url, pages=4 * _UPLOADED // PAGE)
 
 
 @pytest.fixture
@@ -135,3 +137,79 @@ def test_an_object_of_another_size_is_not_read(
     server.write(where, server.read(where)[:-1])
     outcome = daemon.get(name(1), daemon.l1.object(_SIZE), _SECONDS)
     assert outcome in (TierOutcome.CORRUPT, TierOutcome.MISSING)
+
+
+# ---- puts ------------------------------------------------------------------------------------------
+
+
+def of_prefix(names: list[str], prefix: str) -> list[str]:
+    return [each for each in names if each.startswith(prefix)]
+
+
+def test_a_large_object_is_put_in_parts_at_once_and_is_not_there_before_all_are(
+    server: S3Server, daemon: TierDaemon, proxy: IllProxy, prefix: str
+) -> None:
+    others = threading.Barrier(4)
+    steps: list[str] = []
+    early: list[str] = []
+
+    def together(step: str, body: bytes) -> bytes:
+        steps.append(step)
+        if step.startswith("part"):
+            others.wait(_SECONDS)
+        if step == "complete":
+            early.extend(of_prefix(server.objects(), prefix))
+        return body
+
+    proxy.upload = together
+    memory, read = daemon.l1.object(_UPLOADED), daemon.l1.object(_UPLOADED)
+    assert daemon.put(name(1), memory, _SECONDS) is TierOutcome.DONE
+    assert sorted(steps) == ["begin", "complete", "part 1", "part 2", "part 3", "part 4"]
+    assert not early
+    assert daemon.get(name(1), read, _SECONDS) is TierOutcome.DONE
+    assert daemon.l1.read(read) == daemon.l1.read(memory)
+
+
+@pytest.mark.parametrize("first", [None, 500], ids=["cut", "refused"])
+def test_a_part_whose_first_put_fails_is_put_again(daemon: TierDaemon, proxy: IllProxy, first: int | None) -> None:
+    failures = [first]
+    proxy.upload = lambda step, body: failures.pop() if step == "part 2" and failures else body
+    memory, read = daemon.l1.object(_UPLOADED), daemon.l1.object(_UPLOADED)
+    assert daemon.put(name(1), memory, _SECONDS) is TierOutcome.DONE
+    assert not failures
+    assert daemon.get(name(1), read, _SECONDS) is TierOutcome.DONE
+    assert daemon.l1.read(read) == daemon.l1.read(memory)
+
+
+@pytest.mark.parametrize(("ill", "status"), [("begin", 403), ("part 2", 500), ("part 4", 403), ("complete", 500)])
+def test_an_upload_with_a_refused_step_leaves_nothing(
+    server: S3Server, daemon: TierDaemon, proxy: IllProxy, prefix: str, ill: str, status: int
+) -> None:
+    proxy.upload = lambda step, body: status if step == ill else body
+    assert daemon.put(name(1), daemon.l1.object(_UPLOADED), _SECONDS) is TierOutcome.UNAVAILABLE
+    assert not of_prefix(server.objects() + server.uploads(), prefix)
+    assert daemon.get(name(1), daemon.l1.object(_UPLOADED), _SECONDS) is TierOutcome.MISSING
+
+
+def test_a_part_that_stands_still_ends_its_put_at_the_deadline_and_later_its_upload(
+    server: S3Server, proxy: IllProxy, prefix: str, make_daemon_of: MakeDaemon
+) -> None:
+    url = server.url_of(prefix, "timeout=3s").replace(str(server.port), str(proxy.port))
+    daemon = make_daemon_of(url, pages=4 * _UPLOADED // PAGE)
+    release = threading.Event()
+    proxy.upload = lambda step, body: body if step != "part 2" or release.wait(_SECONDS) else None
+    try:
+        assert daemon.put(name(1), daemon.l1.object(_UPLOADED), 0.5) is TierOutcome.TIMEOUT
+        wait_until(lambda: not of_prefix(server.uploads(), prefix), _SECONDS)
+        assert not of_prefix(server.objects(), prefix)
+    finally:
+        release.set()
+
+
+def test_an_object_that_was_put_with_a_flipped_part_is_not_read(
+    server: S3Server, daemon: TierDaemon, proxy: IllProxy, prefix: str
+) -> None:
+    proxy.upload = lambda step, body: body[:-1] + bytes([body[-1] ^ 1]) if step == "part 2" else body
+    assert daemon.put(name(1), daemon.l1.object(_UPLOADED), _SECONDS) is TierOutcome.DONE
+    assert daemon.get(name(1), daemon.l1.object(_UPLOADED), _SECONDS) is TierOutcome.CORRUPT
+    assert not of_prefix(server.objects(), prefix)
