@@ -31,7 +31,7 @@ from common import table
 from engine import MODELS, WARM_UPS, prompt
 from serving import Server, completion
 from support.daemon import Daemon, wait_until
-from support.store_process import store_url
+from support.store_process import store_process
 from tiny_models import llama
 
 STREAMS, STREAM_TOKENS = 4, 300
@@ -42,7 +42,7 @@ class Bench:
         self._tokens, self._seeds = tokens, itertools.count()
         flags: dict[str, Any] = {"l1_size": "1GiB", "tails": "on"}
         if store:
-            flags["l2"] = stack.enter_context(store_url(store, "handover"))
+            flags["l2"] = stack.enter_context(store_process(store, "handover")).url
         self._daemons = [stack.enter_context(_running(Daemon(**flags))) for _ in range(2 if store else 1)]
         extra = {"kvserver.weights_digest": "whole"}
         roles = {"prefill": "kv_producer", "decode": "kv_consumer"}

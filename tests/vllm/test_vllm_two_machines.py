@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from engines import TIMEOUTS, Engine, Engines, Prompt
 from support.daemon import Daemon, wait_until
-from support.store_process import store_url
+from support.store_process import store_process
 from test_vllm_roles import handed_over
 
 Make = Callable[..., Prompt]
@@ -16,10 +16,10 @@ CHUNK = 256
 COUNT = 8
 
 
-@pytest.fixture(params=["valkey", pytest.param("mooncake", marks=pytest.mark.long)])
+@pytest.fixture(params=["valkey", "s3", pytest.param("mooncake", marks=pytest.mark.long)])
 def url(request: pytest.FixtureRequest) -> Iterator[str]:
-    with store_url(request.param, "handover") as found:
-        yield found
+    with store_process(request.param, "handover") as store:
+        yield store.url
 
 
 @pytest.fixture
