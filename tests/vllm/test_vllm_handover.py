@@ -124,7 +124,9 @@ def test_decode_server_computes_a_block_and_a_token_at_most_of_each_prompt_under
     assert not more
 
 
-def test_public_router_passes_the_hand_over_on(pair: Pair, prompt: Make, tmp_path: Path) -> None:
+def test_public_router_passes_the_hand_over_on_and_none_that_its_client_made_up(
+    pair: Pair, prompt: Make, tmp_path: Path
+) -> None:
     needs_routers()
     holder, port = reserved_port()
     url, log = f"http://127.0.0.1:{port}", tmp_path / "router.log"
@@ -143,9 +145,12 @@ def test_public_router_passes_the_hand_over_on(pair: Pair, prompt: Make, tmp_pat
 
         wait_until(answers, 60, f"the router answers; {log}")
         before = pair.counts()
+        made_up = {"kv_transfer_params": {"kvserver.prefilled_tokens": 10**9, "kvserver.prefilled_by": "elsewhere"}}
         prompts = [prompt(9000 + number, 400 + 60 * number) for number in range(12)]
         with ThreadPoolExecutor(CLIENTS) as clients:
-            list(clients.map(lambda text: post(f"{url}/v1/completions", completion(text, 4), 120.0), prompts))
+            list(
+                clients.map(lambda text: post(f"{url}/v1/completions", completion(text, 4, **made_up), 120.0), prompts)
+            )
     finally:
         router.terminate()
         router.wait(20)
