@@ -4,7 +4,8 @@
 
 *First token*: each fresh prompt goes to the prefill server with max_tokens=1, then to the decode server with what the first one answered.
 In the same turn the decode server computes another fresh prompt (*cold*), and loads the first one from L1 once it has forgotten it
-(*warm*). With --store each server has a daemon of its own, as on two machines, and the prompt goes through the store.
+(*warm*). With --store each server has a daemon of its own, as on two machines, and the prompt goes through the store. Then its first token
+is taken apart: the lookup, the wait until the store has something, the one until all is read, the load, and the engine's own time.
 
 *Between tokens*: four streams decode. Meanwhile nothing else runs (*alone*), other prompts are prefilled by the same server
 (*together*), or by the other one, which hands them over (*apart*). At least 1,000 gaps each.
@@ -31,7 +32,7 @@ from common import table
 from engine import MODELS, WARM_UPS, prompt
 from serving import Server, completion
 from support.daemon import Daemon, wait_until
-from support.store_process import store_url
+from support.store_process import store_process
 from tiny_models import llama
 
 STREAMS, STREAM_TOKENS = 4, 300
@@ -42,7 +43,7 @@ class Bench:
         self._tokens, self._seeds = tokens, itertools.count()
         flags: dict[str, Any] = {"l1_size": "1GiB", "tails": "on"}
         if store:
-            flags["l2"] = stack.enter_context(store_url(store, "handover"))
+            flags["l2"] = stack.enter_context(store_process(store, "handover")).url
         self._daemons = [stack.enter_context(_running(Daemon(**flags))) for _ in range(2 if store else 1)]
         extra = {"kvserver.weights_digest": "whole"}
         roles = {"prefill": "kv_producer", "decode": "kv_consumer"}
@@ -72,6 +73,29 @@ class Bench:
         found["cold"] = self._first_token(other)
         self._decode.forget()
         return found
+
+    def written(self) -> float:
+        """Milliseconds from the prefill server's answer until the store has all of the prompt."""
+        prefills = self._daemons[0]
+        (row,) = prefills.status()["instances"]
+        goal = _sum(prefills, "kvserver_l2_written_objects_total") + self._tokens // row["chunk_tokens"]
+        self._prefilled(prompt(next(self._seeds), self._tokens))
+        answered = time.perf_counter()
+        while _sum(prefills, "kvserver_l2_written_objects_total") < goal:
+            assert time.perf_counter() < answered + 60
+        return 1e3 * (time.perf_counter() - answered)
+
+    def parts(self) -> dict[str, float]:
+        """Milliseconds of the decode server's first token, and those of its daemon in it."""
+        decodes, tokens = self._daemons[-1], prompt(next(self._seeds), self._tokens)
+        params = self._prefilled(tokens)
+        before = _times(decodes)
+        found = {"first token": self._first_token(tokens, params)}
+        wait_until(lambda: _times(decodes)["loads"] > before["loads"], 10, "the load is counted")
+        ours = {name: 1e3 * (seconds - before[name]) for name, seconds in _times(decodes).items() if name != "loads"}
+        ours["until found"] -= ours["until read"]
+        self._decode.forget()
+        return {**found, **ours, "the engine's own": found["first token"] - sum(ours.values())}
 
     def gaps(self, beside: str) -> list[float]:
         """Milliseconds between two tokens of a stream, while prompts are prefilled."""
@@ -115,6 +139,23 @@ class Bench:
                     yield time.perf_counter()
 
 
+def _sum(daemon: Daemon, name: str, **labels: str) -> float:
+    """Of all series with these labels."""
+    found = daemon.samples(name)
+    return sum(each.value for each in found if labels.items() <= each.labels.items())
+
+
+def _times(daemon: Daemon) -> dict[str, float]:
+    """Seconds that requests have waited for the daemon, and the number of loads."""
+    return {
+        "lookup": _sum(daemon, "kvserver_rpc_seconds_sum", type="Lookup"),
+        "until found": _sum(daemon, "kvserver_rpc_seconds_sum", type="AwaitFill"),
+        "until read": _sum(daemon, "kvserver_fill_seconds_total"),
+        "load": _sum(daemon, "kvserver_load_duration_seconds_sum"),
+        "loads": _sum(daemon, "kvserver_load_duration_seconds_count"),
+    }
+
+
 class _running:
     def __init__(self, daemon: Daemon) -> None:
         self._daemon = daemon
@@ -155,6 +196,17 @@ def main() -> None:
                 [[*(round(value, 1) for value in ms.values()), round(whole, 3)]],
             )
         )
+        if options.store:
+            parts = [bench.parts() for _ in range(WARM_UPS + options.prompts)][WARM_UPS:]
+            shares = [1 - each["the engine's own"] / each["first token"] for each in parts]
+            medians = [statistics.median(each[name] for each in parts) for name in parts[0]]
+            written = statistics.median(bench.written() for _ in range(options.prompts))
+            print(
+                table(
+                    ["written to the store after", *parts[0], "share of ours"],
+                    [[*(round(value, 1) for value in (written, *medians)), round(statistics.median(shares), 2)]],
+                )
+            )
         rows = []
         for beside in ("alone", "together", "apart") if not options.store else ():
             gaps = bench.gaps(beside)

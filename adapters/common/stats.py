@@ -37,6 +37,7 @@ COUNTERS = {
     "replaced_lora_requests": "Times that a request was kept from the cache, since the files of its LoRA were replaced.",
     "unknown_lora_requests": "Times that a request was kept from the cache, since the engine has had more LoRAs than it keeps apart.",
     "foreign_embeddings_requests": "Times that a request was kept from the cache, since prompt embeddings of another dtype than the model's arrived.",
+    "missing_embeddings_requests": "Requests that ended with an error, since their images, videos or sounds came without embeddings and their KV was not found.",
     "load_bytes": "Bytes loaded from kvserver, by all ranks.",
     "load_failures": "Loads that failed, by all ranks; the engine computes those tokens itself.",
     "store_bytes": "Bytes stored in kvserver, by all ranks, without chunks that were already stored.",

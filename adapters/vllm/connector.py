@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -37,6 +36,7 @@ from kvserver.adapters.common.steps import StepPlan, StepReport
 from kvserver.adapters.common.worker import Rank, WorkerHalf
 from kvserver.adapters.versions import tested_with
 from kvserver.adapters.vllm.facts import engine_facts
+from kvserver.adapters.vllm.missing_embeddings import MissingEmbeddings
 from kvserver.adapters.vllm.nesting import (
     a_sibling_allocates,
     begins_again,
@@ -120,6 +120,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._stepped = False
         self._has_computed = False
         self._asleep = False  # between unregister_kv_caches and restore_kv_caches
+        self._missing_embeddings = MissingEmbeddings(vllm_config, alone=False)
         self._refusal: str | None = "the connector could not be set up"
         self._off: CacheStatus | None = CacheStatus("setup_failed", "see the engine's log")  # why there is no link
         self._set_up(role)
@@ -127,8 +128,9 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @fenced()
     def _set_up(self, role: KVConnectorRole) -> None:
         transfer = self._config.kv_transfer_config
-        self._settings = read_settings(AdapterSettings, transfer.kv_connector_extra_config)
         outer = outer_transfer(transfer)
+        self._missing_embeddings = MissingEmbeddings(self._config, alone=outer is transfer)
+        self._settings = read_settings(AdapterSettings, transfer.kv_connector_extra_config)
         self._answers = outer is transfer or (vllm_version() >= (0, 32) and is_the_only_one(outer))
         self._refusal = unsupported(self._config, self._caches_config, outer)
         # vLLM reads the policy after it built the connector; its default fails the request.
@@ -148,6 +150,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             link = Link(self._settings.endpoint, "scheduler")
             link.start(self._settings.connect_timeout_ms / 1000)
             self.scheduler = SchedulerHalf(self._settings, link, facts, self.faults)
+            self._missing_embeddings.counters = self.scheduler.counters
             self._off = None
 
     def _runs_without(self, reason: str, why: str) -> None:
@@ -307,7 +310,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         half = self.worker or self.scheduler
         quarantined = self.scheduler.quarantined_blocks if self.scheduler is not None else 0
         status = self._off or (half.cache_status if half is not None else STARTING)
-        counters = half.counters if half is not None else Counter()
+        counters = half.counters if half is not None else self._missing_embeddings.counters
         data = self._stats_reporter.report(counters, self.errors, status, quarantined)
         data |= self.worker.take_seconds() if self.worker is not None else {}
         return KVServerStats(data) if data else None
@@ -362,11 +365,12 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._has_pool(scheduler):
             scheduler.new_request(request)
 
-    @fenced((0, False), "scheduler")
-    def get_num_new_matched_tokens(
-        self, scheduler: SchedulerHalf, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        return scheduler.matched_tokens(request, num_computed_tokens)
+    @fenced((0, False))
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        found = (0, False) if self.scheduler is None else self.scheduler.matched_tokens(request, num_computed_tokens)
+        if found[0] is None or self._missing_embeddings.refuses(request, num_computed_tokens + found[0]):
+            return None, False
+        return found
 
     @fenced(dict, "scheduler")
     def get_external_cache_hit_sources(

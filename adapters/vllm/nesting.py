@@ -100,6 +100,13 @@ def begins_again() -> Callable[[set[str]], Any] | None:
     return next((each for each in found if each is not None), None)
 
 
+def requests_in_error() -> set[str] | None:
+    """Ids of requests that vLLM's scheduler is about to end with an error; None if it has no such set. REQUIRES: called by it."""
+    names = ("encoder_cache_mismatch_reqs", "grammar_compile_error_reqs")  # the second before 0.32
+    found = (getattr(caller.get("self"), name, None) for caller in _callers() for name in names)
+    return next((each for each in found if isinstance(each, set)), None)
+
+
 def resets_running_requests() -> bool:
     """True if vLLM resets its prefix cache at the cost of requests that have blocks. REQUIRES: called by the reset."""
     return any(names.get("reset_running_requests") is True for names in _callers())

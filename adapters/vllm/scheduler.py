@@ -302,11 +302,13 @@ class SchedulerHalf:
         why = state.not_loaded if state is not None else ""
         why = "computes_all" if request.skip_reading_prefix_cache else why or self._variants.why_without_cache(request)
         self._reporting.request_ended(request.request_id, prompt, why)
-        return self._answered_params(state) if state is not None else None
+        return self._answered_params(request, state)
 
-    def _answered_params(self, state: RequestState) -> dict[str, Any] | None:
-        params: dict[str, Any] = {"kvserver.pin": state.pin} if state.pin else {}
-        if self._hands_over(state.request) and (tokens := self._storing.stored_tokens(state)):
+    def _answered_params(self, request: Request, state: RequestState | None) -> dict[str, Any] | None:
+        params: dict[str, Any] = {"kvserver.pin": state.pin} if state is not None and state.pin else {}
+        if self._hands_over(request):
+            # 0 too: where there is an answer, a proxy does not pass on what its client made up.
+            tokens = self._storing.stored_tokens(state) if state is not None else 0
             params |= {"kvserver.prefilled_tokens": tokens, "kvserver.prefilled_by": self._instance_id}
         return params or None
 

@@ -106,7 +106,10 @@ def test_engine_hands_over_where_one_token_or_a_remote_decode_is_asked_for(
     assert engine.generate("one", TOKENS, count=1).params is not None
     assert engine.generate("plain", TOKENS).params is None
     assert engine.generate("remote", TOKENS, sampling=given({"do_remote_decode": True})).params is not None
-    assert engine.generate("not stored", prompt(2, 100), 1, sampling=given({"kvserver.no_store": True})).params is None
+    made_up = {"kvserver.no_store": True, "kvserver.prefilled_tokens": 10**9, "kvserver.prefilled_by": "elsewhere"}
+    answered = engine.generate("not stored", prompt(2, 100), 1, sampling=given(made_up)).params
+    assert answered is not None
+    assert answered["kvserver.prefilled_tokens"] == 0, "a proxy passes it on instead of what the client made up"
 
 
 def test_answers_of_two_connectors_are_joined(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -162,6 +164,39 @@ def test_sglang_takes_vllms_place_and_all_else_stays(tmp_path: Path, base: str) 
     assert words[words.index("--port") + 1] == str(port["containerPort"])
     assert engine.spec["image"] == "sglang-kvserver"
     assert {"socket", "shm", "models"} <= engine.mounts.keys()
+
+
+@pytest.mark.parametrize("base", ["node", "node-gpu"])
+def test_prefill_and_decode_are_on_one_node_and_their_router_names_each(tmp_path: Path, base: str) -> None:
+    objects = with_component(tmp_path, f"overlays/{base}", "components/prefill-decode")
+    for found in objects:
+        for version in VERSIONS:
+            kubernetes_validate.validate(found, version, strict=True)
+    (engines,) = (found for found in workloads(objects) if found["metadata"]["name"] == "vllm")
+    (affinity,) = engines["spec"]["template"]["spec"]["affinity"]["podAffinity"].popitem()[1]
+    assert affinity["labelSelector"]["matchLabels"].items() <= engines["spec"]["template"]["metadata"]["labels"].items()
+    assert affinity["topologyKey"] == "kubernetes.io/hostname"
+    daemon, engine, router = (container(objects, name) for name in ("kvserver", "vllm", "router"))
+    words = engine.words({"POD_NAME": "vllm-0", **engine.environment})
+    transfer = json.loads(words[words.index("--kv-transfer-config") + 1])
+    assert (transfer["kv_role"], transfer["engine_id"]) == ("kv_both", "vllm-0")
+    assert transfer["kv_connector_extra_config"] == {"kvserver.endpoint": daemon.environment["KVSERVER_ENDPOINT"]}
+    assert {"socket", "shm", "models"} <= engine.mounts.keys(), "what it had is still there"
+    command = shlex.split(router.words({})[-1].partition("exec ")[2])
+    named = [(role, url) for role, url in itertools.pairwise(command) if role in ("--prefill", "--decode")]
+    pods = [
+        f"http://vllm-{n}.{engines['spec']['serviceName']}:{engine.port('http')}"
+        for n in range(engines["spec"]["replicas"])
+    ]
+    assert named == list(zip(("--prefill", "--decode", "--decode"), pods, strict=True))
+    assert command[command.index("--port") + 1] == str(router.port("http"))
+    (pinned,) = re.findall(r"vllm-router==[0-9.]+", router.words({})[-1])
+    assert pinned in (DEPLOY.parent / "Makefile").read_text()
+    (service,) = (found["spec"] for found in objects if found["kind"] == "Service" and found["metadata"]["name"] == "router")  # fmt: skip
+    assert [port["targetPort"] for port in service["ports"]] == [router.spec["readinessProbe"]["httpGet"]["port"]]
+    folders = {mount["mountPath"] for mount in router.mounts.values()}
+    assert router.setting("runAsNonRoot")
+    assert {router.environment["HOME"], "/tmp"} == folders, "pip writes there only"
 
 
 # ---- the page -----------------------------------------------------------------------------------

@@ -19,9 +19,9 @@ import botocore.exceptions
 import pytest
 
 from support.ports import reserved_port
+from support.store_process import S3_CREDENTIALS as CREDENTIALS
 
 BUCKET = "bucket"
-CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test-key", "AWS_SECRET_ACCESS_KEY": "test-s3-secret", "AWS_REGION": "us-east-1"}
 _START_SECONDS = 60.0
 
 

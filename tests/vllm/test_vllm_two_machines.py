@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from engines import TIMEOUTS, Engine, Engines, Prompt
 from support.daemon import Daemon, wait_until
-from support.store_process import store_url
+from support.store_process import store_process
 from test_vllm_roles import handed_over
 
 Make = Callable[..., Prompt]
@@ -16,10 +16,10 @@ CHUNK = 256
 COUNT = 8
 
 
-@pytest.fixture(params=["valkey", pytest.param("mooncake", marks=pytest.mark.long)])
+@pytest.fixture(params=["valkey", "s3", pytest.param("mooncake", marks=pytest.mark.long)])
 def url(request: pytest.FixtureRequest) -> Iterator[str]:
-    with store_url(request.param, "handover") as found:
-        yield found
+    with store_process(request.param, "handover") as store:
+        yield store.url
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def prefills(url: str, decodes: Daemon) -> Iterator[Daemon]:
 
 
 def engine_of(engines: Engines, daemon: Daemon, name: str, role: str) -> Engine:
-    extra = TIMEOUTS | {"kvserver.fill_timeout_ms": 10_000, "kvserver.weights_digest": "whole"}
+    extra = TIMEOUTS | {"kvserver.fill_timeout_ms": 30_000, "kvserver.weights_digest": "whole"}
     engine = engines.get(
         name, endpoint=daemon.endpoint, dtype="float32", extra=extra, transfer={"kv_role": role}, measures_speed=False
     )
