@@ -81,11 +81,14 @@ class Acceptance:
     # ---- a step is planned ----------------------------------------------------------------------
 
     def scheduled(self, state: RequestState, before: int, after: int, anew: bool) -> None:
-        """The step computes tokens [before, after) of this request; `anew`: its blocks before them were found or loaded."""
+        """The step computes tokens [before, after) of this request; `anew`: its blocks before them were found or loaded.
+
+        It begins earlier if vLLM rejects drafts of the step under way, which it counts as accepted, but never among known tokens.
+        """
         if anew:
             state.accepted_tokens = 0
             state.trusted_tokens = self._first_suspect(state.tables, before) if self.suspects else ALL_TOKENS
-        self._planning.requests.append((state, before, after))
+        self._planning.requests.append((state, min(before, state.request.num_tokens), after))
 
     def loaded_by_sibling(self, state: RequestState, first: int, end: int) -> None:
         """Another connector, which may not be exact, loaded tokens [first, end): they are not to be stored, nor what lies behind."""

@@ -30,9 +30,11 @@ class Kind:
     groups: int  # of vLLM
     chunk: int  # tokens
     loaded_bytes: Callable[[int], int]  # for a hit of so many tokens
-    blocks: int  # few enough that four requests of 500 and 400 tokens do not fit
+    blocks: int  # few enough that four requests of `asked` and `answered` tokens do not fit
     options: dict[str, Any] = field(default_factory=dict)
     exactly: dict[str, Any] = field(default_factory=dict)  # of an engine whose steps do not change each other's tokens
+    asked: int = 500
+    answered: int = 400  # the end of a chunk is among these
 
     def hit(self, length: int) -> int:
         """The most that a request of so many tokens can be given: its last token is computed."""
@@ -60,6 +62,8 @@ KINDS = {
         # On runner V2: issues/vllm/test_a_registration_moved_memory_whose_address_was_known.py
         {"dtype": "bfloat16", "mamba_cache_mode": "align"},
         {"dtype": "float32", "max_model_len": 1408, "num_gpu_blocks_override": 28},  # blocks of 256 tokens
+        asked=700,
+        answered=120,
     ),
 }
 
@@ -225,12 +229,12 @@ def test_a_local_hit_and_a_load_complete_each_other(
 def test_preempted_requests_resume_from_the_daemon(
     kind: Kind, exact: Engine, start_daemon: Start, prompt: Make
 ) -> None:
-    texts = [prompt(660 + n, 500) for n in range(4)]
-    computed = exact.generate(texts, max_tokens=400)  # no daemon: the reference
+    texts = [prompt(660 + n, kind.asked) for n in range(4)]
+    computed = exact.generate(texts, max_tokens=kind.answered)  # no daemon: the reference
     exact.forget()
     daemon = start_daemon()
     before = exact.metrics()["vllm:num_preemptions"]
-    found = exact.generate(texts, max_tokens=400)
+    found = exact.generate(texts, max_tokens=kind.answered)
     assert exact.metrics()["vllm:num_preemptions"] > before
     assert [one["tokens"] for one in found] == [other["tokens"] for other in computed]
     exact.wait_for_stores()

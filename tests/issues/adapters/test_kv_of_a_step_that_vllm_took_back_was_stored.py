@@ -16,6 +16,7 @@ from sibling import Sibling, beside_sibling
 from vllm.v1.request import RequestStatus
 
 from kvserver.adapters.vllm import nesting
+from kvserver.adapters.vllm.requests import ALL_TOKENS
 
 CHUNK = 64
 TOKENS = prompt(1, 4 * CHUNK + 10)
@@ -59,9 +60,9 @@ def serve(engine: Engine, name: str, tokens: list[int]) -> Answer:
     return answer
 
 
-def read_elsewhere(make_engine: MakeEngine, daemon: object) -> Answer:
+def read_elsewhere(make_engine: MakeEngine, daemon: object, tokens: list[int] = TOKENS, drafts: int = 0) -> Answer:
     """Another engine's answer, which generate() holds to be right: its runner looks at every byte that it attends to."""
-    return make_engine(daemon).generate("elsewhere", TOKENS)
+    return make_engine(daemon, drafts=drafts).generate("elsewhere", tokens)
 
 
 @SCHEDULING
@@ -129,6 +130,52 @@ def test_what_later_requests_compute_behind_such_a_step_is_not_found(
     assert hit.local >= 4 * CHUNK - BLOCK
     other = make_engine(daemon).generate("elsewhere", longer)
     assert other.external == 0
+
+
+def raise_where_rejected_drafts_ended_a_block(engine: Engine) -> tuple[list[int], int]:
+    """Serve requests until such a step's output raises. Its tokens, and the end of the block in which it began.
+
+    vLLM counts the drafts of the step before as accepted, which puts the step's begin into the next block.
+    """
+    for runner in engine.runners:
+        runner.check = lambda *_: None  # type: ignore[method-assign]
+    for number in range(100):
+        engine.add("r", prompt(number, 40), count=100)
+        request, tokens = engine.scheduler.requests["r"], []
+        while "r" in engine.scheduler.requests:
+            output = engine.scheduler.schedule()
+            counted = [*output.scheduled_cached_reqs.num_computed_tokens, 0][0]
+            row = engine.batch.rows.get("r")
+            end = (row.computed // BLOCK + 1) * BLOCK if row is not None else ALL_TOKENS
+            if end <= counted:
+                row.numbers[-1] += 1  # garbage
+            engine._queue.append((output, engine.execute(output)))
+            if end > counted and len(engine._queue) < 2:
+                continue
+            engine._update(*engine._queue.popleft())
+            if end <= counted:
+                tokens = list(request.all_token_ids)
+                engine.execute(engine.scheduler.schedule())  # vLLM takes the block for whole
+                engine.abort("r")
+                engine._queue.clear()
+                engine.batch.rows.clear()
+        assert serve(engine, f"after {number}", prompt(1000 + number, 20)).right
+        if len(tokens) >= end:
+            return tokens, end
+    raise AssertionError("no draft was rejected there")
+
+
+def test_a_step_whose_output_raised_behind_rejected_drafts_is_not_found(
+    make_daemon: Callable, make_engine: MakeEngine
+) -> None:
+    """vLLM's own cache has the block in which it began. What a later request computes behind that block is not stored."""
+    daemon = make_daemon()
+    engine = make_engine(daemon, asynchronous=True, drafts=4)
+    tokens, end = raise_where_rejected_drafts_ended_a_block(engine)
+    longer = [*tokens[:end], *prompt(500, 3 * CHUNK)]
+    hit = serve(engine, "hit", longer)
+    assert hit.local >= end
+    assert read_elsewhere(make_engine, daemon, longer, drafts=4).external < end
 
 
 @SCHEDULING

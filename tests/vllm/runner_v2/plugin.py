@@ -1,7 +1,8 @@
 """vLLM's plugin, which it loads in each of its processes: asynchronous scheduling stays on, and no engine starts otherwise.
 
 It also halves the time of a step, which Triton's interpreter spends in Python. By itself that replaces the functions of its language
-for each launch of a kernel and each call of a function in one, and looks for overflows.
+for each launch of a kernel and each call of a function in one, and looks for overflows. It runs the programs of a launch one after the
+other, so the copies of states, which are looked for in every step, are one program each.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from triton.runtime import interpreter
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.worker import mamba_utils
 
 from runner_v2 import CHECKED
 
@@ -45,6 +47,7 @@ def _quicken() -> None:
     interpreter._patch_builtin(language.core, builder, replaced)
     interpreter._patch_lang_core(language.core, replaced)
     interpreter._patch_lang = lambda kernel: interpreter._LangPatchScope()  # which restores nothing
+    mamba_utils._TEMPORAL_TILES = 1  # not 16: parts of one copy, for a GPU's processors
 
 
 def _asynchronous(update: Any) -> Any:
