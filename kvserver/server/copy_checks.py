@@ -1,8 +1,9 @@
-"""Checks of keys, blocks and contents that a request names. A check raises KVServerError; nothing here changes state."""
+"""Checks of keys, blocks and contents that a request names, and the session of a request. A check raises KVServerError; nothing here changes state."""
 
 from __future__ import annotations
 
 from kvserver._native import BlockIds, Direction
+from kvserver.cache import SessionKey
 from kvserver.engines import Worker, WorkerGroup
 from kvserver.protocol import (
     KEY_BYTES,
@@ -11,6 +12,7 @@ from kvserver.protocol import (
     ChunkContents,
     ErrorCode,
     KVServerError,
+    Lookup,
     RegisterWorker,
     Retrieve,
     Store,
@@ -24,6 +26,10 @@ def chunk_count(keys: bytes) -> int:
             ErrorCode.BAD_KEYS, f"keys holds {len(keys)} bytes, not one or more whole keys of {KEY_BYTES}"
         )
     return len(keys) // KEY_BYTES
+
+
+def session_of(request: Lookup | Store, namespace: bytes) -> SessionKey | None:
+    return SessionKey(namespace, request.session_salt or b"", request.session_id) if request.session_id else None
 
 
 def check_tail(tail_keys: bytes, spec: RegisterWorker) -> None:

@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from kvserver.cache import Cache, LookupOutcome, MissReason, SessionKey, counted_in_l2
+from kvserver.cache import Cache, LookupOutcome, MissReason, counted_in_l2
 from kvserver.copy import Devices
 from kvserver.engines import Instance, Instances
 from kvserver.events import Bus, LookupEnded
 from kvserver.protocol import KEY_BYTES, ErrorCode, KVServerError, Lookup, LookupReply, LookupTail
-from kvserver.server.copy_checks import check_chunk, check_tail, chunk_count
+from kvserver.server.copy_checks import check_chunk, check_tail, chunk_count, session_of
 from kvserver.server.serving import Serving
 from kvserver.server.store_waits import StoreWaits
 from kvserver.tiering import Storage
@@ -73,7 +73,7 @@ class L1Lookups:
             outcome = _nothing(request, chunks, self._unavailable or instance.ranks_text)
             return self._over(_Looked(request, instance, namespace or b"", spec.chunk_tokens, began_ns, outcome))
         outcome = self.cache.lookup(
-            namespace, request.keys, owner, self._deadline(), _session(request, namespace),
+            namespace, request.keys, owner, self._deadline(), session_of(request, namespace),
             shares=request.session_id is not None, now=began_ns / 1e9,
         )  # fmt: skip
         in_l2 = self.storage.found(instance, namespace, request.keys, outcome.hit_chunks, request.durability)
@@ -139,7 +139,7 @@ class L1Lookups:
             return LookupReply(0)
         owner = (request.instance_id, request.request_id)
         outcome = self.cache.lookup(
-            namespace, request.keys, owner, self._deadline(), _session(request, namespace),
+            namespace, request.keys, owner, self._deadline(), session_of(request, namespace),
             shares=request.session_id is not None, now=self.clock(),
         )  # fmt: skip
         looked = _Looked(request, instance, namespace, instance.any_worker().spec.chunk_tokens, 0, outcome)
@@ -177,10 +177,6 @@ class L1Lookups:
         )  # fmt: skip
         self.bus.publish(ended, len(request.keys) + len(looked.tail_keys))
         return self._with_boundaries(looked, _reply(outcome, fill_chunks=fill_chunks))
-
-
-def _session(request: Lookup, namespace: bytes) -> SessionKey | None:
-    return SessionKey(namespace, request.session_salt or b"", request.session_id) if request.session_id else None
 
 
 def _nothing(request: Lookup, chunks: int, why: str) -> LookupOutcome:

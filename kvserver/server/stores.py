@@ -7,13 +7,13 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 
 from kvserver._native import Outcome
-from kvserver.cache import Cache, SessionKey, StorePlan
+from kvserver.cache import Cache, StorePlan
 from kvserver.copy import Completion
 from kvserver.engines import Respond, StoreTicket, Worker, WorkerGroup
 from kvserver.events import Bus, ChunksDescribed, ChunksEvicted, ChunksStored, publish_evicted
 from kvserver.protocol import TOKEN_BYTES, Error, ErrorCode, KVServerError, Store, Stored
 from kvserver.server.copies import Copies, failure
-from kvserver.server.copy_checks import chunk_count, group_of, keys_at, own_places, store_blocks
+from kvserver.server.copy_checks import chunk_count, group_of, keys_at, own_places, session_of, store_blocks
 from kvserver.server.serving import Serving
 from kvserver.tiering import Storage
 
@@ -80,7 +80,7 @@ class Stores:
             namespace, group.layout, keys_at(request.keys, places), group.slot_bytes,
             group=group.number, slots=_slots(group), places=places, steps=steps, model_name=worker.spec.model_name,
             after=after, durability=self.copies.durability_of(request, worker),
-            session=_session(request, namespace) if not group.layout.tails else None, tenant=request.tenant,
+            session=session_of(request, namespace) if not group.layout.tails else None, tenant=request.tenant,
         )  # fmt: skip
         self._steps = plan.steps if steps else self._steps
         self._publish_evictions(plan)
@@ -210,7 +210,7 @@ class Stores:
 
     def _session_id(self, request: Store, namespace: bytes) -> str:
         """The id, which all descriptions of the session's chunks share."""
-        key = _session(request, namespace)
+        key = session_of(request, namespace)
         session = self.cache.sessions.session(key) if key is not None else None
         return session.key.id if session is not None else request.session_id
 
@@ -225,10 +225,6 @@ class Stores:
             if not group.layout.tails and (of_l2 := self.copies.coverage_in_l2(ticket)) is not None:
                 after = ticket.request.after or b""
                 self.storage.stored(ticket.namespace, *of_l2, ticket.plan.prefix, after, set(ready))
-
-
-def _session(request: Store, namespace: bytes) -> SessionKey | None:
-    return SessionKey(namespace, request.session_salt or b"", request.session_id) if request.session_id else None
 
 
 def _slots(group: WorkerGroup) -> range:

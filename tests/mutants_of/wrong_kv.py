@@ -23,7 +23,7 @@ MUTANTS = (
            "kvserver/cache/index.py", "Index.detach_chunk", "self._namespaces[namespace.id].chunks is namespace.chunks",
            "self._namespaces[namespace.id] is namespace"),
     Mutant("a session is of all salts", "daemon/test_sessions.py::test_a_deleted_session_leaves_first_and_that_of_another_salt_stays",
-           "kvserver/server/stores.py", "_session", 'request.session_salt or b""', 'b""'),
+           "kvserver/server/copy_checks.py", "session_of", 'request.session_salt or b""', 'b""'),
     Mutant("a deletion reaches sessions of all salts", "daemon/test_sessions.py",
            "kvserver/server/sessions.py", "SessionReports.delete", "salt_digest(cache_salt)", 'b""'),
     Mutant("a renewed lookup revives a deleted session", "unit/cache/test_sessions.py",

@@ -155,12 +155,26 @@ def qwen3_next(folder: Path, **options: Any) -> Path:
     return _drawn(folder, "qwen3_next", dtype="bfloat16", **{**_SMALL, **sizes, **experts, **heads, **options})
 
 
+def qwen3_next_with_mtp(folder: Path) -> Path:
+    """The same with a layer that predicts tokens, of full attention, as vLLM's method `mtp` drafts with."""
+    qwen3_next(folder)
+    tensors = load_file(folder / "model.safetensors")
+    last = "model.layers.3."
+    tensors |= {name.replace(last, "mtp.layers.0."): one for name, one in tensors.items() if name.startswith(last)}
+    tensors |= {f"mtp.{name}.weight": tensors["model.norm.weight"] for name in _MTP_NORMS}
+    hidden = _SMALL["hidden_size"]
+    tensors["mtp.fc.weight"] = Weights(7, torch.bfloat16).matrix(hidden, 2 * hidden, 1.0)
+    save_file({name: one.clone() for name, one in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
 def llama4(folder: Path, *, chunk: int = 512, **options: Any) -> Path:
     """A Llama 4: three layers look back to the start of their chunk of tokens, one to the start of all."""
     sizes = {"num_hidden_layers": 4, "intermediate_size": 256, "intermediate_size_mlp": 512, "num_local_experts": 4}
     return _drawn(folder, "llama4_text", attention_chunk_size=chunk, **{**_SMALL, **sizes, **options})
 
 
+_MTP_NORMS = ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")
 _SMALL = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
 # A Gemma multiplies its embeddings by 16. One that also predicts with them repeats its last token, whatever its KV.
 _UNTIED = {"tie_word_embeddings": False, "embedding": 1 / 16}

@@ -276,6 +276,25 @@ def test_all_names_of_protections_are_counted_until_their_chunks_are_freed(monke
     audit(other)
 
 
+def test_chunks_of_a_sessions_lora_that_l2_has_are_wanted_after_a_restart() -> None:
+    """They are in a namespace of their own. What no tier has is forgotten, in each namespace."""
+    cache = make()
+    session = Protection("p", "operator", NAMESPACES["a"], cache.index.model("a"), FOREVER, 0.0)
+    cache.protections.add(session, [(NAMESPACES[model], keys(name)) for model, name in ("aa", "ab", "ba", "bb")])
+    other = make()
+    restore_pins(other, pins_of(cache))
+    in_l2 = {(NAMESPACES["a"], keys("a")), (NAMESPACES["b"], keys("b"))}
+
+    def present(namespace: bytes, _: int, asked: bytes) -> tuple[bytes, ...]:
+        names = [asked[at : at + KEY_BYTES] for at in range(0, len(asked), KEY_BYTES)]
+        return (b"".join([name for name in names if (namespace, name) in in_l2]),)
+
+    other.protections.forget_lost(present)
+    (protection,) = other.protections
+    assert protection.wanted == in_l2
+    assert protection.note.startswith("lost: 2 chunks")
+
+
 def test_the_end_of_a_protection_does_not_make_its_chunks_younger() -> None:
     cache = make(4)
     store(cache, "abcd")

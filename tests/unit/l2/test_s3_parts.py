@@ -194,7 +194,7 @@ def test_an_upload_with_a_refused_step_leaves_nothing(
 def test_a_part_that_stands_still_ends_its_put_at_the_deadline_and_later_its_upload(
     server: S3Server, proxy: IllProxy, prefix: str, make_daemon_of: MakeDaemon
 ) -> None:
-    url = server.url_of(prefix, "timeout=3s").replace(str(server.port), str(proxy.port))
+    url = server.url_of(prefix, "timeout=5s").replace(str(server.port), str(proxy.port))
     daemon = make_daemon_of(url, pages=4 * _UPLOADED // PAGE)
     release = threading.Event()
     proxy.upload = lambda step, body: body if step != "part 2" or release.wait(_SECONDS) else None

@@ -35,8 +35,9 @@ class Engine:
         self.explain = Explain(clock_ns=lambda: self.now, **options)
 
     def lookup(
-        self, request: str = "r", chunks: int = 4, hits: int = 0, engine: str = "e", prompt_tokens: int = 0, **more: Any
-    ) -> None:
+        self, request: str = "r", chunks: int = 4, hits: int = 0, engine: str = "e", prompt_tokens: int = 0,
+        handed_over: int = 0, **more: Any,
+    ) -> None:  # fmt: skip
         """`more`: of the outcome."""
         missed = ((MissReason.NEVER_STORED, chunks - hits),) if hits < chunks else ()
         self.explain.handle(
@@ -44,6 +45,7 @@ class Engine:
                 self.now + 5, engine, "m", request, self.now, bytes(32 * chunks),
                 LookupOutcome(chunks, hits, **{"missed": missed, **more}), 256, NAMESPACE, prompt_tokens or 256 * chunks,
                 "t" * 500,
+                handed_over_tokens=handed_over,
             )
         )  # fmt: skip
 
@@ -295,6 +297,17 @@ def test_the_reason_why_nothing_was_loaded_is_stated_if_the_engine_knows(code: s
     found = engine.of()
     assert (found["outcome"], found["not_loaded"]) == ("not_loaded", code[:200])
     assert word in advice(found)[0]
+
+
+@pytest.mark.parametrize(("hits", "local", "saved"), [(0, 0, 768), (2, 0, 256), (0, 512, 256), (3, 0, 0), (0, 768, 0)])
+def test_a_handover_that_came_late_has_advice_unless_the_engine_had_the_tokens_itself(
+    hits: int, local: int, saved: int
+) -> None:
+    engine = Engine()
+    engine.lookup(hits=hits, handed_over=768)
+    engine.end(prompt_tokens=1024, local_tokens=local, loaded_tokens=256 * hits)
+    late = [text for text in advice(engine.of()) if text.startswith("Another engine handed this prompt over")]
+    assert [f"At most {saved} of this request's tokens" in text for text in late] == [True] * bool(saved)
 
 
 def test_the_worst_are_of_the_last_minutes_only() -> None:
