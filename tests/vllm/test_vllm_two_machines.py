@@ -38,7 +38,7 @@ def prefills(url: str, decodes: Daemon) -> Iterator[Daemon]:
 
 
 def engine_of(engines: Engines, daemon: Daemon, name: str, role: str) -> Engine:
-    extra = TIMEOUTS | {"kvserver.fill_timeout_ms": 30_000, "kvserver.weights_digest": "whole"}
+    extra = TIMEOUTS | {"kvserver.fill_timeout_ms": 10_000, "kvserver.weights_digest": "whole"}
     engine = engines.get(
         name, endpoint=daemon.endpoint, dtype="float32", extra=extra, transfer={"kv_role": role}, measures_speed=False
     )
