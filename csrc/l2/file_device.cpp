@@ -48,15 +48,9 @@ struct FileDevice::Job {
 
     bool late() const { return deadline_nanos != 0 && monotonic_nanos() > deadline_nanos; }
     bool leave(JobState from, JobState to) { return state.compare_exchange_strong(from, to); }
-    // Up to the first record that fails.
     IoResult move(const DataFile& file, FileCalls& calls) {
-        const auto one = put ? write_record : read_record;
-        const uint64_t share = page_count(extents) / records.size();
-        IoResult result;
-        for (size_t i = 0; i < records.size() && result.outcome == FileOutcome::kDone; ++i)
-            result =
-                one(*records[i], file, part_of(extents, i * share, share), calls, stop, end.bytes);
-        return result;
+        if (put) return write_records(records, file, extents, calls, stop, end.bytes);
+        return read_record(*records.front(), file, extents, calls, stop, end.bytes);
     }
 };
 

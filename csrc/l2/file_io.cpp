@@ -9,6 +9,8 @@
 #include <new>
 #include <optional>
 
+#include "l2/extents.h"
+
 namespace kvserver {
 
 namespace {
@@ -174,16 +176,26 @@ uint64_t counted_bytes(const std::vector<Segment>& parts) {
 
 }  // namespace
 
-IoResult write_record(const Record& record, const DataFile& file,
-                      const std::vector<Extent>& extents, FileCalls& calls,
-                      const std::atomic<bool>& stop, uint64_t& bytes) {
-    const Layout layout(record);
-    layout.ends_from_l1();
-    Digest digest;
-    digest.update(record.header().data(), record.header().size());
-    for (const Segment& segment : layout.segments) digest.update(segment.data, segment.counted);
-    Record::seal(layout.header(), digest.value());
-    Pieces pieces(layout.segments, file, extents);
+IoResult write_records(const std::vector<std::shared_ptr<const Record>>& records,
+                       const DataFile& file, const std::vector<Extent>& extents, FileCalls& calls,
+                       const std::atomic<bool>& stop, uint64_t& bytes) {
+    alignas(kHeaderBytes) static std::byte zeros[kHeaderBytes];
+    const uint64_t share = page_count(extents) / records.size() * file.page_bytes;
+    std::vector<Layout> layouts;
+    std::vector<Segment> segments;
+    for (const auto& record : records) {
+        const Layout& layout = layouts.emplace_back(*record);
+        layout.ends_from_l1();
+        Digest digest;
+        digest.update(record->header().data(), record->header().size());
+        for (const Segment& segment : layout.segments) digest.update(segment.data, segment.counted);
+        Record::seal(layout.header(), digest.value());
+        segments.insert(segments.end(), layout.segments.begin(), layout.segments.end());
+        if (record == records.back()) break;
+        for (uint64_t at = record->file_bytes(); at < share; at += kHeaderBytes)
+            segments.push_back({zeros, kHeaderBytes, 0});
+    }
+    Pieces pieces(segments, file, extents);
     std::vector<iovec> vectors;
     std::vector<Segment> parts;
     uint64_t offset = 0;

@@ -1,8 +1,9 @@
-// file_io.h: one record's way between L1 and its extents of the data file.
+// file_io.h: records' way between L1 and its extents of the data file.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -19,9 +20,10 @@ struct IoResult {
 
 // REQUIRES: the extents have room for record.file_bytes(), the record's memory is aligned.
 // `bytes` counts what was moved; `stop` is looked at before each piece.
-IoResult write_record(const Record& record, const DataFile& file,
-                      const std::vector<Extent>& extents, FileCalls& calls,
-                      const std::atomic<bool>& stop, uint64_t& bytes);
+// Neighbours are written by few calls; each has an equal share of the extents' pages.
+IoResult write_records(const std::vector<std::shared_ptr<const Record>>& records,
+                       const DataFile& file, const std::vector<Extent>& extents, FileCalls& calls,
+                       const std::atomic<bool>& stop, uint64_t& bytes);
 IoResult read_record(const Record& record, const DataFile& file, const std::vector<Extent>& extents,
                      FileCalls& calls, const std::atomic<bool>& stop, uint64_t& bytes);
 

@@ -104,14 +104,17 @@ void puts_and_gets(unsigned threads) {
     for (uint32_t i = 0; i < kRecords; ++i)
         device.submit(i, true, {scene.sources[i].record}, scene.file_extents(i), 0);
     for (const FileEnd& end : wait(device, kRecords)) CHECK(end.outcome == FileOutcome::kDone);
-    // Two of them once more, as a unit whose extents are not those of its records.
+    // Two of them once more, as a unit whose extents are not those of its records, with pages to
+    // spare behind each. Then what it has overwritten.
+    constexpr uint32_t kShare = kSlotPages + 3;
     device.submit(0, true, {scene.sources[0].record, scene.sources[1].record},
-                  {{0, 2}, {2, 2 * (kSlotPages + 1) - 2}}, 0);
+                  {{0, 2}, {2, 2 * kShare - 2}}, 0);
     CHECK(wait(device, 1).front().bytes == 2 * kSlotBytes);
     for (uint32_t i = 0; i < 2; ++i) {
-        device.submit(i, false, {scene.targets[i].record}, {{i * (kSlotPages + 1), kSlotPages + 1}},
-                      0);
+        device.submit(i, false, {scene.targets[i].record}, {{i * kShare, kShare}}, 0);
         CHECK(wait(device, 1).front().outcome == FileOutcome::kDone);
+    }
+    for (uint32_t i = 0; i < 3; ++i) {
         device.submit(i, true, {scene.sources[i].record}, scene.file_extents(i), 0);
         CHECK(wait(device, 1).front().outcome == FileOutcome::kDone);
     }
