@@ -74,17 +74,6 @@ class Bench:
         self._decode.forget()
         return found
 
-    def written(self) -> float:
-        """Milliseconds from the prefill server's answer until the store has all of the prompt."""
-        prefills = self._daemons[0]
-        (row,) = prefills.status()["instances"]
-        goal = _sum(prefills, "kvserver_l2_written_objects_total") + self._tokens // row["chunk_tokens"]
-        self._prefilled(prompt(next(self._seeds), self._tokens))
-        answered = time.perf_counter()
-        while _sum(prefills, "kvserver_l2_written_objects_total") < goal:
-            assert time.perf_counter() < answered + 60
-        return 1e3 * (time.perf_counter() - answered)
-
     def parts(self) -> dict[str, float]:
         """Milliseconds of the decode server's first token, and those of its daemon in it."""
         decodes, tokens = self._daemons[-1], prompt(next(self._seeds), self._tokens)
@@ -200,11 +189,10 @@ def main() -> None:
             parts = [bench.parts() for _ in range(WARM_UPS + options.prompts)][WARM_UPS:]
             shares = [1 - each["the engine's own"] / each["first token"] for each in parts]
             medians = [statistics.median(each[name] for each in parts) for name in parts[0]]
-            written = statistics.median(bench.written() for _ in range(options.prompts))
             print(
                 table(
-                    ["written to the store after", *parts[0], "share of ours"],
-                    [[*(round(value, 1) for value in (written, *medians)), round(statistics.median(shares), 2)]],
+                    [*parts[0], "share of ours"],
+                    [[*(round(value, 1) for value in medians), round(statistics.median(shares), 2)]],
                 )
             )
         rows = []

@@ -149,7 +149,7 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             facts = engine_facts(self._config, self._caches_config, has_inexact_siblings(outer), loads(transfer, outer))
             link = Link(self._settings.endpoint, "scheduler")
             link.start(self._settings.connect_timeout_ms / 1000)
-            self.scheduler = SchedulerHalf(self._settings, link, facts, self.faults)
+            self.scheduler = SchedulerHalf(self._settings, link, facts, self.faults, self._missing_embeddings.lacking)
             self._missing_embeddings.counters = self.scheduler.counters
             self._off = None
 
@@ -367,10 +367,15 @@ class KVServerConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @fenced((0, False))
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        found = (0, False) if self.scheduler is None else self.scheduler.matched_tokens(request, num_computed_tokens)
-        if found[0] is None or self._missing_embeddings.refuses(request, num_computed_tokens + found[0]):
-            return None, False
-        return found
+        found: tuple[int | None, bool] = (0, False)
+        if self.scheduler is not None:
+            with self.faults.guarded("get_num_new_matched_tokens"):
+                found = self.scheduler.matched_tokens(request, num_computed_tokens)
+        if found[0] is None or not self._missing_embeddings.refuses(request, num_computed_tokens + found[0]):
+            return found
+        if self.scheduler is not None:
+            self.scheduler.refused(request)
+        return None, False
 
     @fenced(dict, "scheduler")
     def get_external_cache_hit_sources(

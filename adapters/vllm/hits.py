@@ -127,7 +127,7 @@ class Hits:
         if (answer := self._answer_to(state)) is None:
             return None
         found = self._chunks.found_tokens(answer.hit_chunks, answer.tail_blocks)
-        tokens = self._worth_loading(request, found, local_tokens)
+        tokens = self._worth_loading(state, found, local_tokens)
         state.not_loaded = "lookup_timeout" if answer.timed_out else ""
         if not tokens:
             return 0
@@ -165,22 +165,21 @@ class Hits:
             return False
         chunks = self._useful_chunks(state)
         most = self._chunks.found_tokens(chunks, len(self._useful_tail(state, chunks)))
-        if self._worth_loading(state.request, most, local_tokens):
+        if self._worth_loading(state, most, local_tokens):
             return False
         self._lookups.forgo(state)
         return True
 
-    def _worth_loading(self, request: Request, found: int, local_tokens: int) -> int:
+    def _worth_loading(self, state: RequestState, found: int, local_tokens: int) -> int:
         """The tokens that a load brings where so many are found; 0 if there is none to begin.
 
         A load takes one more pass of the scheduler, in which the request could have been computed. An engine that has a prefix itself
         computes the last few tokens sooner: a step takes as long with a block more. So it loads more than a part of a block, and more
         than `_FREE_TOKENS`.
         """
-        tokens = self._usable(request, found) - local_tokens
-        if tokens <= 0 or (local_tokens and (tokens < self._chunks.block_tokens or tokens <= _FREE_TOKENS)):
-            return 0
-        return tokens
+        tokens = self._usable(state.request, found) - local_tokens
+        few = tokens < self._chunks.block_tokens or tokens <= _FREE_TOKENS
+        return 0 if tokens <= 0 or (local_tokens and few and not state.must_load) else tokens
 
     def _usable(self, request: Request, found: int) -> int:
         """Number of the found tokens that are used.

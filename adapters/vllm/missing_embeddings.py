@@ -34,15 +34,18 @@ class MissingEmbeddings:
         self._accepted = alone and not arrive and getattr(multimodal, "allow_missing_mm_embeddings", False)
         self.counters: Counter[str] = Counter()
 
+    def lacking(self, request: Any, tokens: int = 0) -> bool:
+        """True if the request cannot be computed from the prompt's first `tokens` tokens."""
+        return self._accepted and any(_lacks(each) for each in request.mm_features if _end(each) > tokens)
+
     def refuses(self, request: Any, tokens: int) -> bool:
-        """True if the request cannot be computed from the prompt's first `tokens` tokens: vLLM ends it with an error.
+        """True if the request is lacking behind `tokens`: vLLM ends it with an error, and must not place it.
 
         REQUIRES: called by vLLM's scheduler, for a request that waits.
         """
-        if not self._accepted or not any(_lacks(each) for each in request.mm_features if _end(each) > tokens):
+        if not self.lacking(request, tokens) or (errors := requests_in_error()) is None:
             return False
-        if (errors := requests_in_error()) is None:
-            return False
+        request.skip_reading_prefix_cache = False  # with it vLLM 0.32 places the request whatever is answered
         self.counters[REFUSED] += request.request_id not in errors  # it may be asked about once more before its end
         errors.add(request.request_id)
         if self.counters[REFUSED] == 1:
@@ -59,11 +62,11 @@ def _end(item: Any) -> int:
 
 
 def _lacks(item: Any) -> bool:
-    """True if the item has nothing but what states its size."""
+    """True if the item has nothing but what states its size: of that nothing goes to the device."""
     if not item.data:
         return False  # vLLM's workers have it
     sizes = {name for parser in _parsers(MultiModalDataParser) for name in _sizes(parser, item.modality)}
-    return set(item.data) <= sizes
+    return all(name in sizes or getattr(part.field, "keep_on_cpu", False) for name, part in item.data.items())
 
 
 def _sizes(parser: Any, modality: str) -> Iterator[str]:

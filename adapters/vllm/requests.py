@@ -35,6 +35,7 @@ class RequestState(Question):
     loads: list[LoadSpec] = field(default_factory=list)  # the copies of its load, one for each object group
     admitted: bool = False  # vLLM has placed it
     give_up: bool = False  # a load failed: compute the rest
+    must_load: bool = False  # a part of its prompt cannot be computed
     stored_chunks: int = 0  # chunks before this one were stored or found
     stored_blocks: int = 0  # single blocks before this one were
     has_prompt_tail: bool = False  # the blocks behind the last chunk of the prompt were

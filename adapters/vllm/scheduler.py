@@ -49,10 +49,20 @@ P = ParamSpec("P")
 
 
 class SchedulerHalf:
-    def __init__(self, settings: AdapterSettings, link: Link, facts: EngineFacts, faults: Faults) -> None:
+    """The half of one engine. `lacking`: true of a request if a part of its prompt cannot be computed."""
+
+    def __init__(
+        self,
+        settings: AdapterSettings,
+        link: Link,
+        facts: EngineFacts,
+        faults: Faults,
+        lacking: Callable[[Request], bool],
+    ) -> None:
         self.counters: Counter[str] = Counter()
         self._link = link
         self._faults = faults
+        self._lacking = lacking
         self._serves = False  # until the pool's hook sees which blocks are allocated
         self._stale_hashes = False  # vLLM's own cache may have blocks under hashes of other tokens
         self._requests = Requests(faults)
@@ -126,6 +136,7 @@ class SchedulerHalf:
             waits_for_fills=wishes.waits_for_storage,
             turn=turn_of(request),
             pin=not_pinned(asked, wishes),
+            must_load=self._lacking(request),
         )
         self._requests[request.request_id] = state
         self._loading.look_up(state)
@@ -153,6 +164,10 @@ class SchedulerHalf:
         if tokens is not None:
             self._storing.answered(request, state, local_tokens + tokens, self._is_usable)
         return tokens, bool(tokens)
+
+    def refused(self, request: Request) -> None:
+        """vLLM ends the request instead of placing it, so it waits for no blocks."""
+        self._shortage.ended(request)
 
     def _follow_session(self, state: RequestState) -> None:
         """Before anything is named or planned by the request: a streaming session may have a new turn."""

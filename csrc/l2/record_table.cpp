@@ -179,7 +179,7 @@ uint32_t RecordTable::insert(uint32_t space, const JournalEntry& entry) {
     unit.living = static_cast<uint16_t>((1U << records) - 1);
     unit.records = static_cast<uint8_t>(records);
     unit.recovered = false;
-    if (parent != kNone) adopt(unit, nodes_[parent].unit);
+    if (parent != kNone) adopt(unit, parent);
     std::array<uint32_t, kMostInUnit> nodes;
     bool in_a_row = true;
     for (size_t i = 0; i < records; ++i) {
@@ -239,15 +239,29 @@ void RecordTable::end_unit(uint32_t number) {
 }
 
 void RecordTable::adopt(Unit& unit, uint32_t parent) {
-    unit.parent = parent;
-    unit.parent_serial = units_[parent].serial;
-    ++units_[parent].children;
-    drop_leaf(parent);
+    const uint32_t of = nodes_[parent].unit;
+    unit.parent = of;
+    unit.parent_serial = units_[of].serial;
+    unit.parent_place = static_cast<uint16_t>(place_of(parent) & (kMostInUnit - 1));
+    ++units_[of].children;
+    drop_leaf(of);
 }
 
 uint32_t RecordTable::living_parent(const Unit& unit) const {
     const bool there = unit.parent != kNone && units_[unit.parent].serial == unit.parent_serial;
     return there ? unit.parent : kNone;
+}
+
+// Only ancestors: were another record named, a replay could make two units each other's parents,
+// and neither would be a leaf.
+uint32_t RecordTable::living_ancestor(const Unit& unit) const {
+    const Unit* below = &unit;
+    for (uint32_t parent; (parent = living_parent(*below)) != kNone; below = &units_[parent]) {
+        const auto before = units_[parent].living & ((2U << below->parent_place) - 1);
+        if (before != 0)
+            return node_at(units_[parent], static_cast<uint32_t>(std::bit_width(before)) - 1);
+    }
+    return kNone;
 }
 
 uint32_t RecordTable::node_at(const Unit& unit, uint32_t place) {
@@ -347,7 +361,7 @@ std::optional<RecordTable::Found> RecordTable::find(const SpaceName& space,
     const uint32_t at = find_node(space_number(space), key.data());
     if (at == kNone) return std::nullopt;
     const Unit& unit = units_[nodes_[at].unit];
-    return Found{unit.meaning, extents_of(at), unit.recovered};
+    return Found{unit.meaning, extents_of(at), unit.recovered != 0};
 }
 
 void RecordTable::add(const SpaceName& space, std::string_view keys, std::string_view parent,
@@ -453,8 +467,8 @@ void RecordTable::log_put(Log& log, uint32_t number) const {
                        unit.meaning,
                        unit.age,
                        living_extents(unit)};
-    if (const uint32_t parent = living_parent(unit); parent != kNone)
-        entry.parent = {nodes_[last_node(units_[parent])].key.data(), kKeyBytes};
+    if (const uint32_t parent = living_ancestor(unit); parent != kNone)
+        entry.parent = {nodes_[parent].key.data(), kKeyBytes};
     append_entry(log.pending, log.file_id, log.sequence++, entry);
 }
 
@@ -525,7 +539,7 @@ void RecordTable::link_orphans() {
         if (unit.space == kNone || unit.serial != orphan.serial) continue;
         const uint32_t parent = find_node(unit.space, orphan.parent.data());
         if (parent == kNone || nodes_[parent].unit == orphan.unit) continue;
-        adopt(unit, nodes_[parent].unit);
+        adopt(unit, parent);
     }
 }
 

@@ -10,8 +10,8 @@
 // found and removed by itself; the unit ends with its last one.
 //
 // Eviction: the last record of the oldest leaf. A unit is a leaf while no unit in the table was
-// added with one of its records as its parent; so a chain loses its end first, and nothing behind a
-// gap stays.
+// added with one of its records as its parent; so a chain loses its end first. What remove() takes
+// from the middle of a unit leaves those behind it, until they are evicted as the unit's end.
 //
 // One thread uses it. Memory: about 110 bytes a record that is a unit of its own, 48 in units of
 // 16, with one extent each.
@@ -142,10 +142,11 @@ class RecordTable {
         uint32_t parent_serial;
         uint32_t serial = 0;  // of the unit's use
         uint32_t children;
-        uint32_t leaf = kNone;  // its place in leaves_; kNone: it has none
-        uint16_t living;        // bit i: its record i, of those that were added, is there
-        uint8_t records;        // that were added
-        bool recovered;
+        uint32_t leaf = kNone;      // its place in leaves_; kNone: it has none
+        uint16_t living;            // bit i: its record i, of those that were added, is there
+        uint16_t records : 5;       // that were added
+        uint16_t parent_place : 4;  // of the parent record in its unit
+        uint16_t recovered : 1;
     };
     static_assert(kMostInUnit <= 16, "bits of `living`");
     struct SpaceSlot {
@@ -182,7 +183,8 @@ class RecordTable {
     void add_leaf(uint32_t number);
     void drop_leaf(uint32_t number);
     void place_leaf(size_t hole, Leaf leaf);
-    void adopt(Unit& unit, uint32_t parent);
+    void adopt(Unit& unit, uint32_t parent);           // `parent`: a node
+    uint32_t living_ancestor(const Unit& unit) const;  // the nearest node; kNone: none
     uint32_t living_parent(const Unit& unit) const;
     static uint32_t node_at(const Unit& unit, uint32_t place);
     static uint32_t last_node(const Unit& unit);

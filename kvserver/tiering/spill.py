@@ -33,12 +33,10 @@ from kvserver.tiering.rates import ReadRates
 from kvserver.tiering.tiers import ConfiguredTier, Tiers
 
 MOST_QUEUED = 1 << 16  # objects of each tier
-_MOST_PUTS = 16  # under way at a time, and
-MOST_SMALL_PUTS, _SMALL_PUT_BYTES = 256, 32 << 20  # of a tier that is not shared, where these are more, and
-_LEAST_PUT_BYTES, _MOST_PUT_BYTES = (
-    64 << 20,
-    256 << 20,
-)  # of L1 that they pin: a sixteenth of it, but for a single larger object
+_MOST_PUTS = 16  # under way at a time. Of a tier that is not shared more if they are small: with a sixteenth of L1, and
+MOST_SMALL_PUTS, _SMALL_PUT_BYTES = 256, 32 << 20
+# of L1 that all pin: a sixteenth of it, and never more than half, but for a single larger object
+_LEAST_PUT_BYTES, _MOST_PUT_BYTES = 64 << 20, 256 << 20
 _REASONS = dict.fromkeys(  # why an object was not written
     ("queue_full", "not_writable", "left_l1", "parent", "full", "timeout", "unavailable", "cancelled"), 0
 )
@@ -95,7 +93,8 @@ class Spill:
         self._rates = rates
         self._clock = clock
         l1_bytes = cache.pool.pages * cache.pool.page_bytes
-        self._most_put_bytes = min(_MOST_PUT_BYTES, max(_LEAST_PUT_BYTES, l1_bytes // 16))
+        self._most_put_bytes = min(_MOST_PUT_BYTES, max(_LEAST_PUT_BYTES, l1_bytes // 16), l1_bytes // 2)
+        self._small_put_bytes = min(_SMALL_PUT_BYTES, l1_bytes // 16)
         self._queues = [_Queue(each) for each in tiers.all]
 
     @property
@@ -178,7 +177,7 @@ class Spill:
 
     def _may_put(self, queue: _Queue) -> bool:
         size = queue.waiting[0].coverage.bytes
-        small = 0 if queue.configured.tier.shared else min(MOST_SMALL_PUTS, _SMALL_PUT_BYTES // size)
+        small = 0 if queue.configured.tier.shared else min(MOST_SMALL_PUTS, self._small_put_bytes // size)
         if queue.puts and (queue.puts >= max(_MOST_PUTS, small) or queue.put_bytes + size > self._most_put_bytes):
             return False
         return not queue.configured.url.write_limit or queue.credit > 0

@@ -35,7 +35,7 @@ MUTANTS = (
            "daemon/test_operation.py::test_sigterm_ends_copies_in_flight_long_before_they_are_done_and_exits_zero",
            "kvserver/server/upkeep.py", "Upkeep.drain", "self.workers.close_all(Disconnect.STOPPED)", "pass"),
     Mutant("an image that no engine can compute is scheduled", "adapters/test_missing_embeddings.py",
-           "adapters/vllm/missing_embeddings.py", "MissingEmbeddings.refuses", "_end(each) > tokens", "False"),
+           "adapters/vllm/missing_embeddings.py", "MissingEmbeddings.lacking", "_end(each) > tokens", "False"),
     Mutant("a socket that another process serves is replaced",
            "issues/test_paths_once_bound_were_trusted_for_ever.py::test_a_socket_that_another_program_serves_is_never_replaced",
            "kvserver/config/socket_files.py", "SocketFile._remove_dead", 'raise OSError(errno.EADDRINUSE, "another process serves it", self.path)',

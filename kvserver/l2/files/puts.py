@@ -105,18 +105,28 @@ class FilePuts:
         """Write those that there is space for."""
         while self._waiting and self._records.writable:
             puts = self._neighbours()
-            pages = len(puts) * puts[0].pages
-            extents = self._records.allocate(pages)
+            extents = self._room_for(puts)
+            if extents is None and len(puts) > 1:
+                puts = puts[:1]
+                extents = self._room_for(puts)
             if extents is None:
-                possible, evictions = self._records.make_room(pages, sum(each.pages for each in self._waiting))
-                self._tickets.counts.evictions += evictions
-                if possible:
-                    return
                 self._tickets.end_full(self._waiting.popleft().ticket)
                 continue
+            if not extents:
+                return
             for _ in puts:
                 self._waiting.popleft()
             self._write(_Unit(puts, extents, self._unit_of.get(puts[0].name._replace(key=puts[0].parent))))
+
+    def _room_for(self, puts: list[_Put]) -> bytes | None:
+        """Extents for these; b"" while they are made free; None if they never will be."""
+        pool, pages = self._records.pool, len(puts) * puts[0].pages
+        if (extents := self._records.allocate(pages)) is not None:
+            return extents
+        waiting = min(sum(each.pages for each in self._waiting), pool.pages // 2)  # a small tier keeps some
+        possible, evictions = self._records.make_room(pages, max(pages, waiting))
+        self._tickets.counts.evictions += evictions
+        return b"" if possible or self._running else None  # what is being written can be evicted after its end
 
     def _most_in_unit(self, pages: int) -> int:
         pool = self._records.pool
@@ -138,7 +148,8 @@ class FilePuts:
         self._unit_of.update(dict.fromkeys([put.name for put in unit.puts], unit))
         if unit.before is not None:
             unit.before.behind.append(unit)
-        deadline_ns = min([put.deadline_ns for put in unit.puts if put.deadline_ns], default=0)
+        deadlines = [put.deadline_ns for put in unit.puts]
+        deadline_ns = 0 if 0 in deadlines else max(deadlines)  # of its begin: one late put does not end the others
         self._device.submit(first.ticket, True, [put.record for put in unit.puts], unit.extents, deadline_ns)
 
     def ended(self, ticket: int, outcome: FileOutcome, nanos: int, what: str, closed: bool) -> bool:

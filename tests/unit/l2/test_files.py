@@ -157,6 +157,7 @@ class TestEviction:
         rig = make_rig(size="1MiB")
         self.fill(rig, 31, 1)
         waiting = [rig.begin_put(name_of(100 + number), *SIZES) for number in range(8)]
+        rig.until(lambda: rig.tier.status().evictions)
         assert rig.tier.status().evictions == 8
         assert all(rig.end(ticket).outcome is DONE for ticket, _ in waiting)
         assert rig.tier.status().evictions == 8

@@ -206,6 +206,33 @@ def test_a_compacted_log_has_the_same_records_ages_and_parents_whatever_changes_
     assert len(order) > 60
 
 
+def test_a_compacted_log_names_true_ancestors_so_all_is_evicted_after_its_replay() -> None:
+    """The records behind one that left the middle of a unit descend from none that took its place."""
+    table = RecordTable(1)
+    table.begin_log(FILE, 0)
+
+    def add(first: int, count: int, parent: int | None, page: int) -> None:
+        behind = key_of(parent) if parent is not None else b""
+        table.add(NAMESPACE, 1, 0, keys_of(*range(first, first + count)), behind, 0, extents((page, count)))
+
+    add(9, 1, None, 1)
+    add(0, 4, None, 10)
+    for gone in (1, 2, 9):
+        table.remove(NAMESPACE, 1, 0, key_of(gone))
+    add(1, 2, 0, 20)  # in the place of 9: its entry comes before that of its parent
+    table.begin_next_log(FILE + 1)
+    assert not table.fill_next_log(1)
+    table.remove(NAMESPACE, 1, 0, key_of(3))
+    add(3, 1, 2, 30)
+    while not table.fill_next_log(9):
+        pass
+    again = RecordTable(2)
+    again.replay(table.drain_next_log(), FILE + 1, 0)
+    again.link_orphans()
+    evicted = [again.evict(), again.evict(), again.evict(), again.evict()]
+    assert [each[2] for each in evicted if each is not None] == [key_of(number) for number in (3, 2, 1, 0)]
+
+
 @pytest.mark.parametrize("damage", ["other file", "other sequence", "a bit", "the end"])
 def test_replay_ends_at_the_first_entry_that_is_not_the_next_one(damage: str) -> None:
     table = RecordTable(1)

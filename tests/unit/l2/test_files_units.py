@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import struct
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -252,3 +253,29 @@ class TestEarlierFormat:
         rig.close()
         assert (self.format_of(tmp_path), self.kinds(tmp_path)) == (1, [1, 1, 3, 3])
         all_there(make_rig(), 0, 1, 2, 3)
+
+
+class TestRoom:
+    def test_a_chain_of_more_than_a_small_tier_has_room_for_is_written_to_its_end(self, make_rig: MakeRig) -> None:
+        rig = make_rig(size="4MiB", l1=SmallL1(4096))  # 126 objects of 8 pages
+        assert outcomes(rig, begin_chain(rig, *range(240))) == [DONE] * 240
+        assert len(rig.holds(*range(240))) > 60
+
+    def test_one_that_is_late_ends_none_of_its_unit(self, make_rig: MakeRig) -> None:
+        disk = FaultyDisk()
+        rig = make_rig(size="4MiB", disk=disk)
+        disk.file.hang(True)
+        busy = [rig.begin_put(name_of(100 + number), *SIZES)[0] for number in range(4)]
+        rig.until(lambda: disk.file.hanging == 4)
+        soon = time.monotonic_ns() + 50_000_000
+        names = [name_of(number) for number in range(4)]
+        parents = [b"", *[name.key for name in names]]
+        tickets = [
+            rig.tier.put(name, rig.l1.memory(*SIZES), parent, soon + 10**11 * (name != names[0]))
+            for name, parent in zip(names, parents, strict=False)
+        ]
+        rig.turn()  # they are a unit from here on
+        rig.until(lambda: time.monotonic_ns() > soon)
+        rig.tier.tick(time.monotonic_ns())
+        disk.file.hang(False)
+        assert outcomes(rig, [*busy, *tickets]) == [DONE] * 8

@@ -167,8 +167,9 @@ def test_an_engine_that_must_stay_on_its_machine_writes_to_no_tier_of_many() -> 
         assert s.keys() == keys
 
 
-def test_a_tier_that_is_stopped_holds_up_neither_stores_nor_evictions() -> None:
-    with spilling(l1_bytes=L1_BYTES) as s:
+@pytest.mark.parametrize("most_small", [0, spill.MOST_SMALL_PUTS])
+def test_a_tier_that_is_stopped_holds_up_neither_stores_nor_evictions(most_small: int) -> None:
+    with spilling(l1_bytes=L1_BYTES, most_small=most_small) as s:
         s.tier.stopped = True
         first = make_keys(2)
         s.store(first)
