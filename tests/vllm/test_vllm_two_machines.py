@@ -16,10 +16,10 @@ CHUNK = 256
 COUNT = 8
 
 
-@pytest.fixture(params=["valkey", "s3", pytest.param("mooncake", marks=pytest.mark.long)])
+@pytest.fixture(params=["valkey", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("s3", "mooncake"))])
 def url(request: pytest.FixtureRequest) -> Iterator[str]:
     with store_process(request.param, "handover") as store:
-        yield store.url
+        yield store.url + "&timeout=60s" * (request.param == "s3")
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ import re
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta, timezone
+from functools import cached_property
 from typing import Any, TypeVar, cast
 
 from kvserver.config import TierUrl
@@ -36,7 +37,8 @@ T = TypeVar("T")
 _MOST_VALUE_BYTES = 5 << 30  # of one PUT
 _MOST_QUESTIONS = 16  # requests at once, of objects, too
 _PART_BYTES = 2 << 20  # of the smallest part of a value that is read; up to so many it is read by one request
-_MOST_PARTS = 16  # of one value, whose parts are larger then; all are under way at once
+_MOST_PARTS = 16  # of one value, whose parts are larger then; all that are read are under way at once
+_MOST_UPLOADED = 4  # parts of a value that are put at once: the puts of all lanes may share their line with gets
 _UPLOAD_BYTES = 16 << 20  # of the largest value that is put by one request
 _UPLOAD_PART_BYTES = 5 << 20  # of the smallest part of a larger one: S3 takes less of the last one only
 _PIECE_BYTES = 1 << 20  # of a part in the client's memory at a time
@@ -44,6 +46,9 @@ _MOST_RETRIES = 2  # of one request, inside its time-out: S3 answers 503 where i
 _NO_SPACE = ("QuotaExceeded", "StorageFull", "507 Insufficient Storage")
 _RENEWAL = timedelta(hours=12)  # of ids in use: the shortest lifecycle rule is a day
 _MOST_TEXT = 300
+_NOISE = re.compile(  # of the library's texts: paths, which are long, what it was made with, and how the answer's XML begins
+    r"(?<=://)([^/\s]+)/\S*| (?:for path|at location) \S+?(?=:? )|, max_retries: \d+, retry_timeout: [\d.]+\w+|<\?xml.*?\?>"
+)
 _STATUS = re.compile(r"status:? [45]\d\d|<Code>")  # the store answered
 _CERTIFICATE = re.compile(r"InvalidCertificate\(\s*(\w+)")
 
@@ -93,33 +98,41 @@ class _S3Client:
     def __init__(self, url: S3Url, size: int) -> None:
         import obstore
         from obstore.exceptions import AlreadyExistsError
-        from obstore.store import S3Store
 
         self.most_value_bytes = _MOST_VALUE_BYTES
-        timeout = timedelta(seconds=url.seconds_for(size))
-        self._obstore, self._seconds = obstore, timeout.total_seconds()
+        self._obstore, self._url, self._seconds = obstore, url, url.seconds_for(size)
         self._slow_seconds = url.seconds_for(_MOST_PARTS * _PIECE_BYTES)  # the parts may share a slow line
         self._exists_already = AlreadyExistsError
-        self._renews = not url.read_only
+        self._renews, self._knows_uploads = not url.read_only, True
         self._loop = asyncio.new_event_loop()
-        self._store = self._try(
-            lambda: S3Store(
-                url.bucket,
-                # A record has a checksum of its own; reading all of it once more for the signature doubles a put's work.
-                config={
-                    "unsigned_payload": True,
-                    "virtual_hosted_style_request": url.virtual_hosted,
-                    **({"endpoint": url.endpoint} if url.endpoint else {}),
-                    **({"region": url.region} if url.region else {}),
-                },
-                client_options={
-                    "allow_http": url.endpoint.startswith("http://"),
-                    "timeout": timeout,
-                    "connect_timeout": url.timeout,
-                    **({"root_certificate": url.authorities} if url.authorities else {}),
-                },
-                retry_config={"max_retries": _MOST_RETRIES, "retry_timeout": timeout},
-            )
+        self._store = self._try(lambda: self._make_store(self._seconds))
+
+    @cached_property
+    def _store_of_uploads(self) -> Any:
+        """A part that stands still is sent again while the put has time."""
+        return self._make_store(self._seconds / 2)
+
+    def _make_store(self, seconds: float) -> Any:
+        """`seconds`: of one request, without those that it is repeated by."""
+        from obstore.store import S3Store
+
+        url = self._url
+        return S3Store(
+            url.bucket,
+            # A record has a checksum of its own; reading all of it once more for the signature doubles a put's work.
+            config={
+                "unsigned_payload": True,
+                "virtual_hosted_style_request": url.virtual_hosted,
+                **({"endpoint": url.endpoint} if url.endpoint else {}),
+                **({"region": url.region} if url.region else {}),
+            },
+            client_options={
+                "allow_http": url.endpoint.startswith("http://"),
+                "timeout": timedelta(seconds=seconds),
+                "connect_timeout": url.timeout,
+                **({"root_certificate": url.authorities} if url.authorities else {}),
+            },
+            retry_config={"max_retries": _MOST_RETRIES, "retry_timeout": timedelta(seconds=self._seconds)},
         )
 
     def get(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[memoryview | StoreError | None]:
@@ -178,12 +191,12 @@ class _S3Client:
 
     def put(self, names: Sequence[str], values: Sequence[memoryview]) -> list[StoreError | None]:
         async def put(name: str, value: memoryview) -> None:
-            if len(value) <= _UPLOAD_BYTES:
-                await self._obstore.put_async(self._store, name, value, use_multipart=False)
-                return
-            step = max(_UPLOAD_PART_BYTES, -(-len(value) // _MOST_PARTS))
-            parts = (value[start : start + step] for start in range(0, len(value), step))  # the library copies none
-            await self._obstore.put_async(self._store, name, parts, chunk_size=step, max_concurrency=_MOST_PARTS)
+            if len(value) > _UPLOAD_BYTES and self._knows_uploads:
+                try:
+                    return await self._upload(name, value)
+                except _NotImplementedError:
+                    self._knows_uploads = False
+            await self._obstore.put_async(self._store, name, value, use_multipart=False)
 
         answers = self._each(put, names, values)
         refused = [
@@ -191,6 +204,23 @@ class _S3Client:
         ]
         self.most_value_bytes = min([self.most_value_bytes, *(size - 1 for size in refused)])
         return answers
+
+    async def _upload(self, name: str, value: memoryview) -> None:
+        """Put `value` in parts. StoreError if that fails."""
+        step = max(_UPLOAD_PART_BYTES, -(-len(value) // _MOST_PARTS))
+        parts = (value[start : start + step] for start in range(0, len(value), step))  # the library copies none
+        try:
+            await self._obstore.put_async(
+                self._store_of_uploads, name, parts, chunk_size=step, max_concurrency=_MOST_UPLOADED
+            )
+        except (self._obstore.exceptions.BaseError, OSError) as error:
+            found = _store_error(error)
+            if isinstance(found, StoreRefused) and "performing DELETE" in str(error):  # the put's own error is lost
+                found = StoreRefused(
+                    "a put in parts failed, and its upload could not be aborted: does the key have "
+                    f"AbortMultipartUpload? {found}"
+                )
+            raise found from None
 
     def exist(self, names: Sequence[str]) -> list[bool | StoreError]:
         async def exists(name: str) -> bool:
@@ -295,7 +325,7 @@ def _require_bucket(error: FileNotFoundError) -> None:
 
 def _store_error(error: Exception) -> StoreError:
     text = str(error)
-    shown = " ".join(text.partition("Debug source:")[0].split())[:_MOST_TEXT]
+    shown = " ".join(_NOISE.sub(r"\1", text.partition("Debug source:")[0]).split())[:_MOST_TEXT]
     if "TimedOut" in text or "kind: Timeout" in text:
         return StoreTimeout(shown)
     if found := _CERTIFICATE.search(text):

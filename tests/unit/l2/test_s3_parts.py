@@ -12,12 +12,15 @@ from support.l1_memory import PAGE, name
 from support.s3 import S3Server, one_server
 from support.shared_tiers import MakeDaemon, TierDaemon
 
+from kvserver.config import parse_tiers
 from kvserver.l2 import ObjectMemory, TierOutcome
 from kvserver.l2.remote import s3
+from kvserver.l2.remote.store import StoreClient, StoreError, StoreRefused
 
 _SIZE = 9 << 20  # five parts
 _UPLOADED = 18 << 20  # four parts of an upload
 _SECONDS = 100.0  # that no test takes
+_LONG_NAME = "kvserver/1/" + "/".join("6e" * 32 for _ in range(3))
 _SECOND_PART = f"bytes={s3._PART_BYTES}-{2 * s3._PART_BYTES - 1}"
 
 
@@ -37,6 +40,14 @@ def proxy(server: S3Server) -> Iterator[IllProxy]:
 def daemon(server: S3Server, proxy: IllProxy, prefix: str, make_daemon_of: MakeDaemon) -> TierDaemon:
     url = server.url_of(prefix, "timeout=60s").replace(str(server.port), str(proxy.port))
     return make_daemon_of(url, pages=4 * _UPLOADED // PAGE)
+
+
+@pytest.fixture
+def client(server: S3Server, proxy: IllProxy, prefix: str) -> Iterator[StoreClient]:
+    url = server.url_of(prefix, "timeout=60s").replace(str(server.port), str(proxy.port))
+    client = s3.connect(s3.S3Url(parse_tiers([url])[0]), _UPLOADED)
+    yield client
+    client.close()
 
 
 @pytest.fixture
@@ -204,6 +215,84 @@ def test_a_part_that_stands_still_ends_its_put_at_the_deadline_and_later_its_upl
         assert not of_prefix(server.objects(), prefix)
     finally:
         release.set()
+
+
+def test_a_part_that_stands_still_once_is_put_again_before_the_deadline(
+    server: S3Server, proxy: IllProxy, prefix: str, make_daemon_of: MakeDaemon
+) -> None:
+    url = server.url_of(prefix, "timeout=16s").replace(str(server.port), str(proxy.port))  # the put has 18 s
+    daemon = make_daemon_of(url, pages=4 * _UPLOADED // PAGE)
+    release, stops = threading.Event(), [True]
+    proxy.upload = lambda step, body: (
+        None if step == "part 2" and stops and stops.pop() and release.wait(_SECONDS) else body
+    )
+    try:
+        assert daemon.put(name(1), daemon.l1.object(_UPLOADED), _SECONDS) is TierOutcome.DONE
+    finally:
+        release.set()
+
+
+def test_a_put_has_no_more_than_four_connections(client: StoreClient, proxy: IllProxy) -> None:
+    four, fifth, lock = threading.Barrier(4), threading.Event(), threading.Lock()
+    parts: list[str] = []
+    busy = [0, 0]  # now, most
+
+    def together(step: str, body: bytes) -> bytes:
+        if not step.startswith("part"):
+            return body
+        with lock:
+            parts.append(step)
+            busy[:] = busy[0] + 1, max(busy[1], busy[0] + 1)
+            is_early = len(parts) <= 4
+        if is_early:
+            four.wait(_SECONDS)
+            fifth.wait(2)  # that it would come in
+        else:
+            fifth.set()
+        with lock:
+            busy[0] -= 1
+        return body
+
+    proxy.upload = together
+    assert client.put([_LONG_NAME], [memoryview(bytearray(40 << 20))]) == [None]
+    assert (len(parts), busy) == (8, [0, 4])
+
+
+def error_of(client: StoreClient) -> StoreError:
+    (error,) = client.put([_LONG_NAME], [memoryview(bytearray(_UPLOADED))])
+    assert error is not None
+    return error
+
+
+@pytest.mark.parametrize("status", [403, 500])
+def test_the_reason_of_a_refused_part_is_shown(client: StoreClient, proxy: IllProxy, status: int) -> None:
+    proxy.upload = lambda step, body: status if step == "part 2" else body
+    error = error_of(client)
+    assert f"status code: {status}" in str(error)
+    assert "<Code>Refused</Code>" in str(error)
+
+
+def test_a_refused_abort_is_shown_as_what_hides_the_error_of_the_put(client: StoreClient, proxy: IllProxy) -> None:
+    proxy.upload = lambda step, body: {"part 2": 507, "abort": 403}.get(step, body)
+    error = error_of(client)
+    assert type(error) is StoreRefused
+    assert "does the key have AbortMultipartUpload?" in str(error)
+
+
+def test_a_store_without_uploads_in_parts_gets_large_objects_whole_and_is_not_asked_again(
+    server: S3Server, client: StoreClient, proxy: IllProxy, prefix: str
+) -> None:
+    steps: list[str] = []
+    proxy.upload = lambda step, body: steps.append(step) or 501
+    value = bytearray(_UPLOADED)
+    value[-1] = 1
+    assert client.put([f"{prefix}/1"], [memoryview(value)]) == [None]
+    assert server.read(f"{prefix}/1") == value
+    assert set(steps) == {"begin"}
+    steps.clear()
+    assert client.put([f"{prefix}/2"], [memoryview(value)]) == [None]
+    assert server.read(f"{prefix}/2") == value
+    assert not steps
 
 
 def test_an_object_that_was_put_with_a_flipped_part_is_not_read(

@@ -192,6 +192,8 @@ def test_more_small_puts_run_at_a_time_in_a_tier_that_is_not_shared(shared: bool
         s.tier.shared, s.tier.stopped = shared, True
         s.store(make_keys(30))
         wait_until(lambda: len(s.tier.waiting) == at_once)
+        s.status()  # the server's turn that put them has ended
+        assert len(s.tier.waiting) == at_once
         s.tier.release()
         s.written(30)
         assert len(s.tier.objects) == 30
