@@ -48,8 +48,8 @@ TOTAL_BYTES, CHAIN, UNIT = 256 << 20, 64, 16
 IN_FLIGHT_BYTES, IN_FLIGHT, SMALL_BYTES = 64 << 20, 16, 32 << 20  # as tiering/spill.py has it
 
 
-def parent_of(number: int) -> bytes:
-    return key_of(number - 1) if number % CHAIN else b""
+def parent_of(number: int, chain: int = CHAIN) -> bytes:
+    return key_of(number - 1) if number % chain else b""
 
 
 class Tier:
@@ -70,8 +70,8 @@ class Tier:
 
     def put(self) -> float:
         self._first += len(self._memories)
-        tier = self._rig.tier
-        return self._run(lambda number, memory: tier.put(name_of(number), memory, parent_of(number), 0))
+        tier, chain = self._rig.tier, min(CHAIN, len(self._memories))  # all are there at the end of a round
+        return self._run(lambda number, memory: tier.put(name_of(number), memory, parent_of(number, chain), 0))
 
     def get(self) -> float:
         tier = self._rig.tier
