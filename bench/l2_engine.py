@@ -65,7 +65,8 @@ class Bench:
     def __init__(self, stack: ExitStack, model: Path, folder: Path, tokens: int, peer_python: str = "") -> None:
         self._tokens, self._hit = tokens, (tokens - 1) // CHUNK * CHUNK
         self._seeds = itertools.count()
-        self._daemon = Daemon(l1_size="1GiB", chunk_tokens=CHUNK, tails="off", l2=f"file://{folder}/l2?size=8GiB")
+        l2 = f"file://{folder}/l2?size=8GiB"
+        self._daemon = Daemon(l1_size="1GiB", eviction_policy="lru", chunk_tokens=CHUNK, tails="off", l2=l2)
         stack.callback(self._daemon.close)
         self._daemon.start()
         engines = Engines(model, folder, self._daemon.endpoint)
