@@ -129,7 +129,7 @@ class Bench:
 
 
 def _sum(daemon: Daemon, name: str, **labels: str) -> float:
-    """Of all series with these labels."""
+    """The sum over all series with these labels."""
     found = daemon.samples(name)
     return sum(each.value for each in found if labels.items() <= each.labels.items())
 

@@ -28,10 +28,7 @@ class MissingEmbeddings:
     """`alone`: no other connector may bring KV."""
 
     def __init__(self, vllm_config: Any, alone: bool) -> None:
-        multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
-        embeddings = getattr(vllm_config, "ec_transfer_config", None)
-        arrive = embeddings is not None and embeddings.is_ec_consumer
-        self._accepted = alone and not arrive and getattr(multimodal, "allow_missing_mm_embeddings", False)
+        self._accepted = alone and _accepts(vllm_config)
         self.counters: Counter[str] = Counter()
 
     def lacking(self, request: Any, tokens: int = 0) -> bool:
@@ -55,6 +52,14 @@ class MissingEmbeddings:
                 request.request_id,
             )
         return True
+
+
+def _accepts(vllm_config: Any) -> bool:
+    """True if the engine takes items without embeddings, and no other connector brings these."""
+    multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
+    embeddings = getattr(vllm_config, "ec_transfer_config", None)
+    arrive = embeddings is not None and embeddings.is_ec_consumer
+    return not arrive and getattr(multimodal, "allow_missing_mm_embeddings", False)
 
 
 def _end(item: Any) -> int:

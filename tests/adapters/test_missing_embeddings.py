@@ -48,7 +48,7 @@ def accepting(config: Any, caches: Any) -> None:
 
 
 def computing_no_size(execute: Callable[..., Any]) -> Callable[..., Any]:
-    """What vLLM's worker does with an item that it must compute and of which nothing arrived to compute it from."""
+    """Raise as vLLM's worker does for an item that it must compute and of which only the size arrived."""
     items: dict[str, list[MultiModalFeatureSpec]] = {}
 
     def executed(output: Any) -> Any:

@@ -39,7 +39,7 @@ class Killed:
             self._write_until_killed(worker)
 
     def _look(self, worker: Worker) -> None:
-        """What earlier daemons wrote."""
+        """Read what earlier daemons wrote."""
         for prompt in self._dice.sample(range(PROMPTS), PROMPTS // 2):
             keys = make_keys(CHUNKS, prompt)
             found = worker.ask(AwaitFill(worker.lookup_message(keys), 10_000), LookupReply).hit_chunks

@@ -63,7 +63,7 @@ class Walk:
         wait_until(lambda: self.daemon.status()["l2"][0]["state"] == "ready", LONG_SECONDS, "the tier is ready")
 
     def _read(self, worker: Worker) -> None:
-        """What earlier daemons wrote, with one fault in one of its parts."""
+        """Read what earlier daemons wrote, with one fault in one of its parts."""
         fault, left = self._dice.choice(OF_GETS), [1] * self._dice.choice([1, 100])
 
         def change(range: str, body: bytes) -> bytes:

@@ -53,7 +53,7 @@ class Pair(NamedTuple):
         return self.decode.post("/v1/completions", completion(text, 4, kv_transfer_params=params))
 
     def wait_loads_again(self, make: Make) -> None:
-        """Until a hand-over is loaded, after some failed."""
+        """Wait until a hand-over is loaded, after some failed."""
         self.wait_registered()
 
         wait_until(

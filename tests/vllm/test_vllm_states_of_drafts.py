@@ -85,7 +85,7 @@ def test_an_engine_goes_on_from_a_state_behind_drafts_of_an_mtp_layer_as_the_wri
     daemon = start_daemon()
 
     def differs_by(text: Prompt, decoded: list[list[float]]) -> float:
-        """Of the likeliest tokens behind the text."""
+        """The greatest difference of a log probability, among the likeliest tokens behind the text."""
         warm = reader.generate([text], max_tokens=1)[0]
         assert warm["cached_tokens"] == CHUNK
         before = dict(map(tuple, decoded))

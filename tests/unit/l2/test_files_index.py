@@ -165,7 +165,7 @@ def test_random_changes_agree_with_a_plain_model_and_the_journal_replays_them(wa
 
 
 def compact(table: RecordTable) -> RecordTable:
-    """What a replay of the table's next journal finds."""
+    """A table that a replay of this one's next journal has filled."""
     table.begin_next_log(FILE + 1)
     log = b""
     while not table.fill_next_log(3):

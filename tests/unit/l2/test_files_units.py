@@ -189,7 +189,7 @@ class TestEarlierFormat:
 
     @staticmethod
     def kinds(folder: Path) -> list[int]:
-        """Of the entries of a journal without units."""
+        """Kinds of the entries in a journal that has no units."""
         raw, at, found = (folder / "tier/journal").read_bytes(), 40, []
         while at < len(raw):
             extents, namespace_bytes, kind = struct.unpack_from("<III", raw, at + 52)
