@@ -53,8 +53,9 @@ class Copy:
     def cancel(self) -> bool:
         """Cancel the copy; whether there was something to cancel.
 
-        The server never publishes a cancelled store. The server acknowledges the
-        cancel of a load that runs.
+        The server never publishes what it copies of a store after that. Of a long store
+        it may have published the first chunks, which were whole before. The server
+        acknowledges the cancel of a load that runs.
         """
         running = State.CANCELLED if isinstance(self.spec, StoreSpec) else State.CANCELLING
         return self.move(State.PENDING, State.CANCELLED) or self.move(State.RUNNING, running)

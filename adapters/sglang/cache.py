@@ -219,7 +219,7 @@ class RankCache:
     # ---- lifecycle ----------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Cancel what is under way: the daemon publishes no store that was cancelled."""
+        """Cancel what is under way: the daemon publishes nothing that it copies after that."""
         self._cancel_stores()
         self._stores.clear()
         self._hits.forget_all()

@@ -19,6 +19,12 @@ struct Completion {
     std::string what;  // why it failed; empty otherwise
 };
 
+// The first `slots` slots of a store are copied, and count whatever becomes of the others.
+struct Part {
+    uint64_t ticket;
+    uint64_t slots;
+};
+
 // An eventfd: readable from notify() to the next reset().
 class EventFd {
   public:

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <stdexcept>
+#include <utility>
 
 #include "copy/host_copy.h"
 #include "copy/threads.h"
@@ -14,6 +15,11 @@ namespace {
 // Bytes of a job that a thread copies at a time: large enough that the queue lock is cheap, small
 // enough that a load queued behind a store starts within a fraction of a millisecond.
 constexpr uint64_t kBatchBytes = 1 << 20;
+
+// A store reports parts of so many bytes, and at most so many parts: storage behind L1 writes the
+// first ones while the others are copied.
+constexpr uint64_t kPartBytes = 16 << 20;
+constexpr uint64_t kMostParts = 16;
 
 }  // namespace
 
@@ -94,6 +100,7 @@ void CpuDevice::run_copies() {
         const uint64_t batch = std::max<uint64_t>(1, kBatchBytes / job->planes->block_bytes());
         const uint64_t last = job->stop ? total : std::min(total, first + batch);
         job->next = last;
+        job->begun.insert(first);
         if (last == total) {
             queue.pop_front();
             busy_.push_back(job);
@@ -104,8 +111,28 @@ void CpuDevice::run_copies() {
         const bool complete = job->processed.fetch_add(last - first) + (last - first) == total;
         if (complete) completions_.push(end_job(*job));
         lock.lock();
-        if (complete) std::erase(busy_, job);
+        job->begun.erase(first);
+        if (complete)
+            std::erase(busy_, job);
+        else if (job->direction == Direction::kStore)
+            report_part(*job);
     }
+}
+
+// REQUIRES: mutex_ held, and what this thread copied is finished.
+void CpuDevice::report_part(CopyJob& job) {
+    const uint64_t copied = job.begun.empty() ? job.next.load() : *job.begun.begin();
+    const uint64_t least_bytes =
+        std::max(kPartBytes, job.positions() * job.planes->block_bytes() / kMostParts);
+    if (auto part = next_part(job, copied, least_bytes)) {
+        parts_.push_back(*part);
+        completions_.notify();
+    }
+}
+
+std::vector<Part> CpuDevice::drain_parts() {
+    std::lock_guard lock(mutex_);
+    return std::exchange(parts_, {});
 }
 
 void CpuDevice::copy_batch(CopyJob& job, uint64_t first, uint64_t last) {

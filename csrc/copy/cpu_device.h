@@ -30,6 +30,7 @@ class CpuDevice final : public Device {
 
     int completion_fd() const override { return completions_.fd(); }
     std::vector<Completion> drain() override { return completions_.drain(); }
+    std::vector<Part> drain_parts() override;
     std::string lost() const override { return {}; }
     void submit_copy(std::shared_ptr<CopyJob> job) override;
     void cancel(uint64_t ticket) override;
@@ -41,6 +42,7 @@ class CpuDevice final : public Device {
               std::function<void(uint64_t)> before_block);
     void run_copies();
     std::shared_ptr<CopyJob> front_job();
+    void report_part(CopyJob& job);
     void copy_batch(CopyJob& job, uint64_t first, uint64_t last);
 
     const L1 l1_;
@@ -52,6 +54,7 @@ class CpuDevice final : public Device {
     std::deque<std::shared_ptr<CopyJob>> loads_;
     std::deque<std::shared_ptr<CopyJob>> stores_;
     std::vector<std::shared_ptr<CopyJob>> busy_;  // all positions begun, not all processed
+    std::vector<Part> parts_;
     bool stopping_ = false;
     std::vector<std::thread> threads_;
     MapThread maps_;  // uses what is above

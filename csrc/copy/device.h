@@ -41,6 +41,9 @@ namespace kvserver {
 //   copy had counted by then. Until the ticket ends the device may read (a store) or write (a load)
 //   the ticket's blocks and pages; afterwards it touches neither. An unknown ticket is ignored: it
 //   has ended.
+// Parts. A device may report a store's first slots while it copies others: their bytes were whole
+//   while the word was RUNNING and the deadline had not passed. drain_parts() may also name tickets
+//   that ended meanwhile. Whoever drains calls drain() first, which resets completion_fd().
 // Failure. A ticket that ends as anything but kDone may have moved any part of its bytes; `bytes`
 //   is their number. Its pages, and for a load its blocks, contain garbage.
 // Loss. When the hardware is lost for good, every open ticket ends as kDeviceLost, after the
@@ -55,6 +58,7 @@ class Device {
 
     virtual int completion_fd() const = 0;  // readable while drain() would return something
     virtual std::vector<Completion> drain() = 0;
+    virtual std::vector<Part> drain_parts() { return {}; }
     virtual std::string lost() const = 0;  // why no copy can succeed any more; empty while it can
 
     // Throws std::invalid_argument by check_job().

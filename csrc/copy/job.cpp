@@ -87,6 +87,17 @@ bool cancelled(const CopyJob& job) {
     return job.word->load(std::memory_order_acquire) != make_word(job.sequence, State::kRunning);
 }
 
+std::optional<Part> next_part(CopyJob& job, uint64_t copied, uint64_t least_bytes) {
+    const uint64_t slots = copied / job.blocks_per_slot;
+    const uint64_t added = (slots - job.reported_slots) * job.blocks_per_slot;
+    if (added == 0 || added * job.planes->block_bytes() < least_bytes) return std::nullopt;
+    const bool in_time = job.deadline_nanos == 0 || monotonic_nanos() <= job.deadline_nanos;
+    if (job.stop || job.memory_lost || !job.planes->intact() || cancelled(job) || !in_time)
+        return std::nullopt;
+    job.reported_slots = slots;
+    return Part{job.ticket, slots};
+}
+
 Completion refuse_job(const CopyJob& job, Outcome outcome, std::string what) {
     if (job.word != nullptr) move_word(*job.word, job.sequence, State::kPending, State::kFailed);
     return {job.ticket, outcome, 0, 0, std::move(what)};

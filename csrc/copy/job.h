@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -52,6 +53,8 @@ struct CopyJob {
     std::atomic<bool> stop{false};  // set by cancel() or by a failing thread
     std::atomic<bool> memory_lost{false};
     uint64_t started_nanos = 0;
+    std::set<uint64_t> begun;     // first positions of batches in progress
+    uint64_t reported_slots = 0;  // by the last part
 
     uint64_t positions() const { return blocks.size() / planes->groups(); }
     uint64_t bytes_at(uint64_t position) const;  // what is copied there
@@ -68,6 +71,10 @@ struct MapJob {
 // slots with room for the blocks. Sets extent_ends.
 void check_job(CopyJob& job, const L1& l1);
 bool cancelled(const CopyJob& job);  // by the worker
+// The slots of a store that began, up to the last one whose positions are all among the first
+// `copied`; none if fewer than `least_bytes` of them are new, or if they do not count: see
+// device.h.
+std::optional<Part> next_part(CopyJob& job, uint64_t copied, uint64_t least_bytes);
 // Claim the operation: PENDING -> RUNNING. If it may not begin, how it ended; not a byte moves
 // then.
 std::optional<Completion> begin_job(CopyJob& job);

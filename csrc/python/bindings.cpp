@@ -107,6 +107,12 @@ std::vector<End> drain(Device& device) {
     return ends;
 }
 
+std::vector<std::tuple<uint64_t, uint64_t>> drain_parts(Device& device) {
+    std::vector<std::tuple<uint64_t, uint64_t>> parts;
+    for (const Part& part : device.drain_parts()) parts.emplace_back(part.ticket, part.slots);
+    return parts;
+}
+
 using Released = nb::call_guard<nb::gil_scoped_release>;
 
 }  // namespace
@@ -246,7 +252,9 @@ NB_MODULE(_native, m) {
         .def("submit_map", &Device::submit_map, "ticket"_a, "mappings"_a, Released())
         .def("submit_unmap", &Device::submit_unmap, "ticket"_a, "mappings"_a, Released())
         .def("drain", &drain, Released(),
-             "(ticket, outcome, bytes, nanoseconds, reason) of each ticket that ended.");
+             "(ticket, outcome, bytes, nanoseconds, reason) of each ticket that ended.")
+        .def("drain_parts", &drain_parts, Released(),
+             "(ticket, slots) of stores whose first slots are copied and count.");
     nb::class_<CpuDevice, Device>(m, "CpuDevice")
         .def(
             nb::new_(&make_without_gil<CpuDevice, std::shared_ptr<HostRegion>, uint64_t, unsigned>),

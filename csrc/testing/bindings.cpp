@@ -42,6 +42,7 @@ NB_MODULE(kvserver_testing, m) {
         .def("release", &FakeDevice::release, "ticket"_a, Released())
         .def("release_all", &FakeDevice::release_all, "order"_a = FakeDevice::Order::kSubmitted,
              Released())
+        .def("report", &FakeDevice::report, "ticket"_a, Released())
         .def("fail", &FakeDevice::fail, "ticket"_a, "blocks"_a, "what"_a, Released())
         .def("step", &FakeDevice::step, Released())
         .def("lose", &FakeDevice::lose, "what"_a, Released())

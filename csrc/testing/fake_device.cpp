@@ -29,10 +29,12 @@ bool has_twins(const std::vector<T>& items) {
     return std::set<T>(items.begin(), items.end()).size() != items.size();
 }
 
+// But for those of slots that were reported: nothing touches them any more.
 std::vector<uint32_t> pages_of(const CopyJob& job) {
     std::vector<uint32_t> pages;
     for (const Extent& extent : job.extents)
         for (uint32_t i = 0; i < extent.count; ++i) pages.push_back(extent.first + i);
+    pages.erase(pages.begin(), pages.begin() + job.reported_slots * job.pages_per_slot);
     return pages;
 }
 
@@ -64,6 +66,11 @@ std::vector<Completion> FakeDevice::drain() {
         ends.pop_back();
     }
     return ends;
+}
+
+std::vector<Part> FakeDevice::drain_parts() {
+    std::lock_guard lock(mutex_);
+    return std::exchange(parts_, {});
 }
 
 std::string FakeDevice::lost() const {
@@ -146,6 +153,12 @@ std::vector<uint64_t> FakeDevice::open() const {
 
 void FakeDevice::run(uint64_t ticket, uint64_t blocks) {
     advance(claim(ticket), {.blocks = blocks});
+}
+
+void FakeDevice::report(uint64_t ticket) {
+    const Shared claimed = claim(ticket);
+    report_part(*claimed);
+    return_ticket(claimed, std::nullopt);
 }
 
 void FakeDevice::release(uint64_t ticket) {
@@ -242,7 +255,18 @@ std::optional<Completion> FakeDevice::run_copy(Ticket& ticket, const Stretch& st
     finish_copies();
     if (stretch.looks && (job.stop || cancelled(job))) return end_job(job);
     if (stretch.end) return end_job(job, *stretch.end, stretch.what);
+    if (stretch.reports) report_part(ticket);
     return std::nullopt;
+}
+
+// REQUIRES: claimed by this thread.
+void FakeDevice::report_part(Ticket& ticket) {
+    if (!ticket.begun || ticket.copy->direction != Direction::kStore) return;
+    if (auto part = next_part(*ticket.copy, ticket.copy->next, 1)) {
+        std::lock_guard lock(mutex_);
+        parts_.push_back(*part);
+        completions_.notify();
+    }
 }
 
 // See "Loss" in device.h. REQUIRES: no thread is running the ticket.
@@ -271,7 +295,7 @@ FakeDevice::Stretch FakeDevice::next_stretch(const Ticket& ticket) {
         if (trouble()) job.deadline_nanos = 1;  // late
         return {.blocks = 0, .looks = false};
     }
-    Stretch stretch{.blocks = 1 + dice(4), .looks = dice(2) == 0};
+    Stretch stretch{.blocks = 1 + dice(4), .looks = dice(2) == 0, .reports = dice(2) == 0};
     if (trouble()) {
         job.memory_lost = dice(2) == 0;
         stretch.end = Outcome::kFailed;

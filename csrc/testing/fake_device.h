@@ -40,6 +40,7 @@ class FakeDevice final : public Device {
     // ---- what the server calls; see Device. Broken REQUIRES throw std::logic_error.
     int completion_fd() const override { return completions_.fd(); }
     std::vector<Completion> drain() override;
+    std::vector<Part> drain_parts() override;
     std::string lost() const override;
     void submit_copy(std::shared_ptr<CopyJob> job) override;
     void cancel(uint64_t ticket) override;
@@ -52,6 +53,7 @@ class FakeDevice final : public Device {
     void run(uint64_t ticket, uint64_t blocks);  // begin it if need be, copy so many blocks
     void release(uint64_t ticket);               // copy what is left and end it
     void release_all(Order order = Order::kSubmitted);
+    void report(uint64_t ticket);  // the slots of a store that were copied so far, if they count
     // Copy so many blocks more, then FAILED for this reason.
     void fail(uint64_t ticket, uint64_t blocks, const std::string& what);
     void step();  // something happens to some ticket
@@ -70,7 +72,8 @@ class FakeDevice final : public Device {
     };
     struct Stretch {  // how far to run a ticket, and what happens then
         uint64_t blocks;
-        bool looks = true;  // at cancels, before each block
+        bool looks = true;     // at cancels, before each block
+        bool reports = false;  // what it has copied then
         std::optional<Outcome> end = std::nullopt;
         std::string what = "";
     };
@@ -82,6 +85,7 @@ class FakeDevice final : public Device {
     Shared claim_any();
     void advance(const Shared& ticket, const Stretch& stretch);
     std::optional<Completion> run_copy(Ticket& ticket, const Stretch& stretch);
+    void report_part(Ticket& ticket);
     Completion end_lost(const Ticket& ticket) const;
     void return_ticket(const Shared& ticket, std::optional<Completion> end);
     Stretch next_stretch(const Ticket& ticket);
@@ -95,6 +99,7 @@ class FakeDevice final : public Device {
 
     mutable std::mutex mutex_;  // guards what follows; never held while bytes move
     std::vector<Shared> open_;
+    std::vector<Part> parts_;
     std::vector<uint32_t> newest_blocks_;
     std::string lost_;
     std::mt19937_64 random_;

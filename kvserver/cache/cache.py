@@ -87,7 +87,8 @@ class Cache:
         self.clear_namespaces, self.step = space.clear_namespaces, space.step
         self.kept_by_a_restart, self.adopt_chunks = space.kept_by_a_restart, space.adopt_chunks
         plans = StorePlans(space)
-        self.plan_store, self.extend_plan, self.finish_store = plans.plan_store, plans.extend_plan, plans.finish_store
+        self.plan_store, self.extend_plan = plans.plan_store, plans.extend_plan
+        self.publish_part, self.finish_store = plans.publish_part, plans.finish_store
         self.has_objects, self.drop_objects = plans.has_objects, plans.drop_objects
         self.drop_incomplete = plans.drop_incomplete
 

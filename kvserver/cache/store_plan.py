@@ -18,7 +18,7 @@ class StorePlan:
     """Objects that one rank's store copies, or that a fill reads. The object of `chunks[i]` has the key number `positions[i]`.
 
     `prefix` is all chunks of the store in key order, skipped chunks included: they age together. `evicted` is the (namespace id,
-    key) of each chunk that was evicted for this store, `evicted_tails` the same of single blocks. finish_store() adds to `ready`.
+    key) of each chunk that was evicted for this store, `evicted_tails` the same of single blocks. publish_part() and finish_store() add to `ready`.
     """
 
     group: int
@@ -36,6 +36,7 @@ class StorePlan:
     prefix: list[Chunk] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
+    copied: int = 0  # of `chunks`, from the first one on: they were copied whole while others still are
     ready: list[Chunk] = field(default_factory=list)  # whose object became READY
     evicted: list[tuple[bytes, bytes]] = field(default_factory=list)
     evicted_tails: list[tuple[Namespace, bytes]] = field(default_factory=list)

@@ -137,6 +137,18 @@ class StorePlans:
             plan.positions.append(position)
         self._complete_plan(plan)
 
+    def publish_part(self, plan: StorePlan, count: int) -> None:
+        """Publish the first `count` of the plan's objects, which were copied whole, whatever becomes of the others.
+
+        They stay pinned until finish_store(). REQUIRES: complete.
+        """
+        first = len(plan.ready)
+        for chunk in plan.chunks[plan.copied : count]:
+            if not chunk.detached:  # else its pages are freed when its last pin ends
+                self._mark_copied(plan, chunk)
+        plan.copied = max(plan.copied, count)
+        self._space.protections.arrived(plan.ready[first:])
+
     def finish_store(self, plan: StorePlan, copied: bool, failed: Collection[int] = ()) -> int:
         """Publish the plan's objects if `copied` (every byte of the plan's slots was copied), else free their slots.
 
@@ -145,15 +157,14 @@ class StorePlans:
         """
         if not plan.complete:
             self._complete_plan(plan)
-        bits, mask = sum([1 << number for number in plan.slots]), plan.groups.masks[plan.group]
+        first = len(plan.ready)
         for place, chunk in enumerate(plan.chunks):
             chunk.pins -= 1
             self._space.pins -= 1
+            if place < plan.copied:
+                continue
             if copied and not chunk.detached and place not in failed:
-                chunk.done |= bits
-                if chunk.done & mask == mask:
-                    chunk.ready |= 1 << plan.group
-                    plan.ready.append(chunk)
+                self._mark_copied(plan, chunk)
             else:
                 for number in plan.slots:
                     self._space.pool.free_pages(chunk.slot(number))
@@ -161,9 +172,17 @@ class StorePlans:
                 chunk.count_pages(-plan.pages * len(plan.slots))
                 if not chunk.detached and chunk.empty:
                     self._space.index.detach_chunk(chunk)
-        self._space.protections.arrived(plan.ready)
+        self._space.protections.arrived(plan.ready[first:])
         self._space.free_or_track(*reversed(plan.prefix), before=self._chunk_before(plan))
         return len(plan.ready)
+
+    def _mark_copied(self, plan: StorePlan, chunk: Chunk) -> None:
+        """The plan's slots of the chunk have their bytes. READY once all ranks' slots have."""
+        mask = plan.groups.masks[plan.group]
+        chunk.done |= sum([1 << number for number in plan.slots])
+        if chunk.done & mask == mask:
+            chunk.ready |= 1 << plan.group
+            plan.ready.append(chunk)
 
     def has_objects(self, namespace_id: bytes, group: int, keys: bytes) -> bool:
         """True if the group's objects of all keys are READY."""

@@ -81,6 +81,13 @@ class Tickets(Generic[T]):
                 _, ticket = self._open.pop(number)
                 yield ticket, Completion(number, outcome, moved, nanos, what)
 
+    def drain_parts(self) -> Iterator[tuple[T, int]]:
+        """Stores whose first slots count while others are copied, and the number of these. Drain completions first."""
+        for device in self.devices.all:
+            for number, slots in device.drain_parts():
+                if number in self._open:
+                    yield self._open[number][1], slots
+
     def _number(self, device: Device, ticket: T) -> int:
         self._next += 1
         self._open[self._next] = (device, ticket)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from kvserver._native import Outcome
-from kvserver.cache import Cache, StorePlan
+from kvserver.cache import Cache, Chunk, StorePlan
 from kvserver.copy import Completion
 from kvserver.engines import Respond, StoreTicket, Worker, WorkerGroup
 from kvserver.events import Bus, ChunksDescribed, ChunksEvicted, ChunksStored, publish_evicted
@@ -149,6 +150,16 @@ class Stores:
             self.cache.finish_store(plan, copied=False)
             raise
 
+    def copied(self, ticket: StoreTicket, slots: int) -> None:
+        """Publish the objects of the first slots, unless the engine may have written to their blocks meanwhile.
+
+        So L2 writes them while the others are copied. REQUIRES: as ended().
+        """
+        if not ticket.worker.closing and self.copies.now_ns() <= ticket.request.deadline_ns:
+            first = len(ticket.plan.ready)
+            self.cache.publish_part(ticket.plan, slots)
+            self._publish_ready(ticket, ticket.plan.ready[first:])
+
     def ended(self, ticket: StoreTicket, completion: Completion) -> None:
         """Publish it, unless the engine may have written to its blocks meanwhile.
 
@@ -159,9 +170,10 @@ class Stores:
                 completion, outcome=Outcome.LATE, what="the store's deadline had passed when its last byte was copied"
             )
         copied = completion.done and not ticket.worker.closing
+        first = len(ticket.plan.ready)
         self.cache.finish_store(ticket.plan, copied)
         self.copies.ended(ticket, completion, copied)
-        self._publish_ready(ticket)
+        self._publish_ready(ticket, ticket.plan.ready[first:])
         self._drop(ticket)
         ticket.respond(_stored(ticket) if copied else failure(completion))
 
@@ -214,8 +226,8 @@ class Stores:
         session = self.cache.sessions.session(key) if key is not None else None
         return session.key.id if session is not None else request.session_id
 
-    def _publish_ready(self, ticket: StoreTicket) -> None:
-        if ready := ticket.plan.ready:
+    def _publish_ready(self, ticket: StoreTicket, ready: Sequence[Chunk]) -> None:
+        if ready:
             instance_id, model_name, _ = ticket.worker.identity
             group, keys = ticket.group, b"".join([chunk.key for chunk in ready])
             namespace = group.chunks_namespace(ticket.namespace)

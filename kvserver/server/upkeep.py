@@ -95,6 +95,12 @@ class Upkeep:
                 self._complete(ticket, completion)
             except Exception:
                 log.exception("internal error while completing a %s", type(ticket).__name__)
+        for ticket, slots in self.tickets.drain_parts():
+            try:
+                assert isinstance(ticket, StoreTicket)
+                self.stores.copied(ticket, slots)
+            except Exception:
+                log.exception("internal error while publishing a part of a store")
         self.storage.complete()
 
     def _log_loss(self) -> None:

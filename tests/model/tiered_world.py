@@ -282,6 +282,14 @@ class TieredWorld(World):
 
     def ended(self, operation: Operation, outcome: Outcome) -> None:
         super().ended(operation, outcome)
+        self.note_whole(operation)
+
+    def published(self, operation: Operation, slots: int) -> None:
+        super().published(operation, slots)
+        self.note_whole(operation)
+
+    def note_whole(self, operation: Operation) -> None:
+        """L2 may have the objects of the store that are READY."""
         group = operation.group
         for name, entry, _ in operation.entries:
             if self.plain.entries.get(name) is entry and entry.ready(group):

@@ -40,6 +40,7 @@ class WatchedDevice(FakeDevice):
         self.newest: Copy | None = None
         self.runs = False  # by itself: all has ended when it is drained
         self.drained: list[tuple[int, Outcome]] = []  # by the last drain()
+        self.parts: list[tuple[int, int]] = []  # by the last drain_parts(): ticket, slots
         self._copies: dict[int, Copy] = {}
         self._expected: deque[Side] = deque()
         self._sides: dict[Mapping, Side] = {}  # by the word page
@@ -81,3 +82,7 @@ class WatchedDevice(FakeDevice):
         for number, _ in self.drained:
             self._copies.pop(number, None)
         return ends
+
+    def drain_parts(self) -> list[tuple[int, int]]:
+        self.parts = super().drain_parts()
+        return self.parts

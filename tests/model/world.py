@@ -308,7 +308,7 @@ class World(Workers):
     # ---- the server's own time ----------------------------------------------------------------
 
     def complete_copies(self) -> None:
-        self.device.drained = []
+        self.device.drained, self.device.parts = [], []
         self.parts.upkeep.complete_tickets()
         self.parts.stores.step()
         self.faults.buffer = [each for each in self.faults.buffer if "the device is lost" not in each.getMessage()]
@@ -327,6 +327,21 @@ class World(Workers):
             self.end_registrations()
         for operation in stored:
             self.follow_drops(operation)
+        for ticket, slots in self.device.parts:
+            if (operation := self.operations.get(ticket)) is not None:
+                self.published(operation, slots)
+
+    def published(self, operation: Operation, slots: int) -> None:
+        """The first slots of a store count, unless it is late or its worker has gone."""
+        rank = operation.rank
+        if rank.state != "open" or int(self.now * 1e9) > operation.deadline_ns:
+            return
+        slot = rank.engine.model.slot(operation.group, rank.number)
+        for name, entry, content in operation.entries[operation.published : slots]:
+            if self.plain.entries.get(name) is entry:  # else it was cleared
+                entry.done[slot] = content
+        self.counts["published"] += slots - operation.published
+        operation.published = slots
 
     def ended(self, operation: Operation, outcome: Outcome) -> None:
         rank = operation.rank
@@ -336,8 +351,9 @@ class World(Workers):
             late = int(self.now * 1e9) > operation.deadline_ns
             slot = rank.engine.model.slot(operation.group, rank.number)
             counts = outcome == Outcome.DONE and rank.state == "open" and not late
-            for name, entry, content in operation.entries:
-                self.plain.store_ended(name, entry, slot, content if counts else None)
+            for place, (name, entry, content) in enumerate(operation.entries):
+                found = counts or place < operation.published
+                self.plain.store_ended(name, entry, slot, content if found else None)
             if counts:
                 self.check_stored(operation)
                 self.counts["stored"] += len(operation.entries)

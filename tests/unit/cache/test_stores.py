@@ -7,7 +7,7 @@ import pytest
 from kvserver.cache import Cache
 from kvserver.cache.pages import page_count
 from kvserver.protocol import KEY_BYTES, ErrorCode, KVServerError
-from unit.cache.small_cache import NS, OTHER, found, keys, plan, store, which
+from unit.cache.small_cache import NS, OTHER, found, free_all, keys, plan, store, which
 
 
 class TestReady:
@@ -130,3 +130,60 @@ class TestDuplicates:
 
 def test_keys_have_the_size_of_the_wire() -> None:
     assert len(keys("a")) == KEY_BYTES
+
+
+class TestParts:
+    """The first objects of a store count while the others are copied."""
+
+    def test_the_first_objects_are_found_before_the_store_has_ended(self, cache: Cache) -> None:
+        filling = plan(cache, "abcd")
+        cache.publish_part(filling, 1)
+        assert found(cache, "abcd") == 1
+        cache.publish_part(filling, 3)
+        assert found(cache, "abcd") == 3
+        assert [chunk.key for chunk in filling.ready] == [keys(name) for name in "abc"], "each once"
+        assert cache.finish_store(filling, copied=True) == 4
+        assert found(cache, "abcd") == 4
+        cache.audit()
+
+    def test_a_store_that_fails_keeps_what_was_published_and_nothing_else(self, cache: Cache) -> None:
+        filling = plan(cache, "abc")
+        cache.publish_part(filling, 1)
+        assert cache.finish_store(filling, copied=False) == 1
+        assert which(cache, "abc") == "a"
+        assert cache.pool.used_pages == 1
+        cache.audit()
+
+    def test_a_part_of_one_rank_hides_a_chunk_until_all_ranks_have_it(self, cache: Cache) -> None:
+        first, second = plan(cache, "ab", 0, 2), plan(cache, "ab", 1, 2)
+        cache.publish_part(first, 1)
+        assert found(cache, "ab") == 0
+        cache.finish_store(second, copied=True)
+        assert found(cache, "ab") == 1
+        cache.finish_store(first, copied=False)
+        assert which(cache, "ab") == "a"
+        cache.audit()
+
+    def test_what_was_published_and_cleared_is_freed_once_nobody_reads_it(self, cache: Cache) -> None:
+        filling = plan(cache, "ab")
+        cache.publish_part(filling, 1)
+        loading = cache.plan_load(NS, keys("a"))
+        cache.clear_namespaces(NS)
+        cache.publish_part(filling, 2)
+        cache.finish_store(filling, copied=True)
+        free_all(cache)
+        assert cache.pool.used_pages == 1, "a load still reads it"
+        assert found(cache, "ab") == 0
+        cache.finish_load(loading, copied=True)
+        assert cache.pool.used_pages == 0
+        cache.audit()
+
+    def test_a_fill_that_drops_a_published_part_of_one_rank_leaves_the_accounts_whole(self, cache: Cache) -> None:
+        filling = plan(cache, "ab", 0, 2)
+        cache.publish_part(filling, 1)
+        cache.drop_incomplete(NS, 0, keys("a"))
+        cache.finish_store(filling, copied=False)
+        assert which(cache, "ab") == ""
+        assert cache.pool.used_pages == 0
+        free_all(cache)
+        cache.audit()
