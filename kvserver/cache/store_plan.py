@@ -36,7 +36,6 @@ class StorePlan:
     prefix: list[Chunk] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
-    copied: int = 0  # of `chunks`, from the first one on: they were copied whole while others still are
     ready: list[Chunk] = field(default_factory=list)  # whose object became READY
     evicted: list[tuple[bytes, bytes]] = field(default_factory=list)
     evicted_tails: list[tuple[Namespace, bytes]] = field(default_factory=list)
@@ -47,3 +46,8 @@ class StorePlan:
     session: SessionKey | None = None  # of the new chunks; None: they are shared
     tenant: str = ""  # of the new chunks; without a share they are their model's
     shares: bool = False  # the chunks that it found are used by no session, and shared from now on
+
+    @property
+    def bits(self) -> int:
+        """`slots` as a bit set."""
+        return sum([1 << number for number in self.slots])

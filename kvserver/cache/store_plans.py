@@ -138,15 +138,14 @@ class StorePlans:
         self._complete_plan(plan)
 
     def publish_part(self, plan: StorePlan, count: int) -> None:
-        """Publish the first `count` of the plan's objects, which were copied whole, whatever becomes of the others.
+        """Publish those of the plan's first `count` objects that are whole: their slots of the plan were copied, and other ranks' before.
 
         They stay pinned until finish_store(). REQUIRES: complete.
         """
-        first = len(plan.ready)
-        for chunk in plan.chunks[plan.copied : count]:
-            if not chunk.detached:  # else its pages are freed when its last pin ends
+        first, bits, mask = len(plan.ready), plan.bits, plan.groups.masks[plan.group]
+        for chunk in plan.chunks[:count]:
+            if not chunk.detached and not chunk.done & bits and (chunk.done | bits) & mask == mask:
                 self._mark_copied(plan, chunk)
-        plan.copied = max(plan.copied, count)
         self._space.protections.arrived(plan.ready[first:])
 
     def finish_store(self, plan: StorePlan, copied: bool, failed: Collection[int] = ()) -> int:
@@ -157,12 +156,12 @@ class StorePlans:
         """
         if not plan.complete:
             self._complete_plan(plan)
-        first = len(plan.ready)
+        first, bits = len(plan.ready), plan.bits
         for place, chunk in enumerate(plan.chunks):
             chunk.pins -= 1
             self._space.pins -= 1
-            if place < plan.copied:
-                continue
+            if chunk.done & bits:
+                continue  # published before; where it was cleared since then, others may still read it
             if copied and not chunk.detached and place not in failed:
                 self._mark_copied(plan, chunk)
             else:
@@ -179,7 +178,7 @@ class StorePlans:
     def _mark_copied(self, plan: StorePlan, chunk: Chunk) -> None:
         """The plan's slots of the chunk have their bytes. READY once all ranks' slots have."""
         mask = plan.groups.masks[plan.group]
-        chunk.done |= sum([1 << number for number in plan.slots])
+        chunk.done |= plan.bits
         if chunk.done & mask == mask:
             chunk.ready |= 1 << plan.group
             plan.ready.append(chunk)

@@ -332,16 +332,16 @@ class World(Workers):
                 self.published(operation, slots)
 
     def published(self, operation: Operation, slots: int) -> None:
-        """The first slots of a store count, unless it is late or its worker has gone."""
-        rank = operation.rank
+        """The first objects of a store count if other ranks have stored them, unless it is late or its worker has gone."""
+        rank, group = operation.rank, operation.group
         if rank.state != "open" or int(self.now * 1e9) > operation.deadline_ns:
             return
-        slot = rank.engine.model.slot(operation.group, rank.number)
-        for name, entry, content in operation.entries[operation.published : slots]:
-            if self.plain.entries.get(name) is entry:  # else it was cleared
+        slot = rank.engine.model.slot(group, rank.number)
+        for name, entry, content in operation.entries[:slots]:
+            others = {each for each in entry.slots if each[0] == group} - {slot}
+            if self.plain.entries.get(name) is entry and slot not in entry.done and others <= entry.done.keys():
                 entry.done[slot] = content
-        self.counts["published"] += slots - operation.published
-        operation.published = slots
+                self.counts["published"] += 1
 
     def ended(self, operation: Operation, outcome: Outcome) -> None:
         rank = operation.rank
@@ -351,9 +351,8 @@ class World(Workers):
             late = int(self.now * 1e9) > operation.deadline_ns
             slot = rank.engine.model.slot(operation.group, rank.number)
             counts = outcome == Outcome.DONE and rank.state == "open" and not late
-            for place, (name, entry, content) in enumerate(operation.entries):
-                found = counts or place < operation.published
-                self.plain.store_ended(name, entry, slot, content if found else None)
+            for name, entry, content in operation.entries:
+                self.plain.store_ended(name, entry, slot, content if counts else None)
             if counts:
                 self.check_stored(operation)
                 self.counts["stored"] += len(operation.entries)

@@ -51,7 +51,7 @@ MUTANTS = (
     Mutant("a chunk is found when its first rank was copied", "unit/cache/test_stores.py",
            "kvserver/cache/store_plans.py", "StorePlans._mark_copied", "if chunk.done & mask == mask:", "if True:"),
     Mutant("pages of a published part are freed while a load reads them", "unit/cache/test_stores.py",
-           "kvserver/cache/store_plans.py", "StorePlans.finish_store", "if place < plan.copied:", "if False:"),
+           "kvserver/cache/store_plans.py", "StorePlans.finish_store", "if chunk.done & bits:", "if False:"),
     Mutant("a part of a store counts after its deadline", "model/test_parts_of_stores.py",
            "kvserver/server/stores.py", "Stores.copied", "self.copies.now_ns() <= ticket.request.deadline_ns", "True"),
     Mutant("a failed copy is published", "unit/cache/test_stores.py",

@@ -154,11 +154,14 @@ class TestParts:
         assert cache.pool.used_pages == 1
         cache.audit()
 
-    def test_a_part_of_one_rank_hides_a_chunk_until_all_ranks_have_it(self, cache: Cache) -> None:
+    def test_a_part_of_one_rank_counts_once_the_other_ranks_have_ended(self, cache: Cache) -> None:
         first, second = plan(cache, "ab", 0, 2), plan(cache, "ab", 1, 2)
         cache.publish_part(first, 1)
+        cache.publish_part(second, 2)
         assert found(cache, "ab") == 0
         cache.finish_store(second, copied=True)
+        assert found(cache, "ab") == 0
+        cache.publish_part(first, 1)
         assert found(cache, "ab") == 1
         cache.finish_store(first, copied=False)
         assert which(cache, "ab") == "a"
@@ -178,12 +181,11 @@ class TestParts:
         assert cache.pool.used_pages == 0
         cache.audit()
 
-    def test_a_fill_that_drops_a_published_part_of_one_rank_leaves_the_accounts_whole(self, cache: Cache) -> None:
-        filling = plan(cache, "ab", 0, 2)
-        cache.publish_part(filling, 1)
+    def test_a_part_of_one_rank_is_not_dropped_by_a_fill_while_its_store_runs(self, cache: Cache) -> None:
+        first, second = plan(cache, "ab", 0, 2), plan(cache, "ab", 1, 2)
+        cache.publish_part(first, 1)
         cache.drop_incomplete(NS, 0, keys("a"))
-        cache.finish_store(filling, copied=False)
-        assert which(cache, "ab") == ""
-        assert cache.pool.used_pages == 0
-        free_all(cache)
+        cache.finish_store(second, copied=True)
+        assert cache.finish_store(first, copied=True) == 2
+        assert found(cache, "ab") == 2
         cache.audit()
