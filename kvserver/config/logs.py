@@ -13,6 +13,7 @@ import logging
 import sys
 import threading
 import time
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -55,7 +56,8 @@ def set_up_logging(settings: Settings) -> None:
 def log_refused_start(reason: str, log_format: str) -> None:
     """Report why the daemon does not start. The settings may be what is wrong, so the format is given by itself."""
     if log_format != "json":
-        print(f"kvserver: {reason}", file=sys.stderr)
+        with suppress(OSError):  # the exit code states it, too
+            print(f"kvserver: {reason}", file=sys.stderr)
         return
     set_up_logging(Settings(log_format="json"))
     log.critical("%s", reason)

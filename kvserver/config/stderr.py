@@ -55,7 +55,8 @@ def library_lines_logged() -> Iterator[None]:
         _write_records_to(sys.stderr)
         if faulthandler.is_enabled():
             faulthandler.enable(file=2)
-        former.close()
+        with contextlib.suppress(OSError):  # it has what a full disk did not take
+            former.close()
 
 
 def _open_if_closed() -> None:
@@ -69,7 +70,8 @@ def _open_if_closed() -> None:
 def _write_records_to(stream: TextIO) -> None:
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.StreamHandler):
-            handler.setStream(stream)
+            with handler.lock or contextlib.nullcontext():
+                handler.stream = stream  # not setStream(): it flushes the former one, whose disk may be full
 
 
 def _log_lines(read: socket.socket) -> None:
