@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from typing import TextIO
 
 from kvserver._native import copy_last_words, next_lines
+from kvserver.config.logs import LogHandler
 
 log = logging.getLogger("kvserver.stderr")
 
@@ -55,8 +56,7 @@ def library_lines_logged() -> Iterator[None]:
         _write_records_to(sys.stderr)
         if faulthandler.is_enabled():
             faulthandler.enable(file=2)
-        with contextlib.suppress(OSError):  # it has what a full disk did not take
-            former.close()
+        former.close()
 
 
 def _open_if_closed() -> None:
@@ -69,9 +69,8 @@ def _open_if_closed() -> None:
 
 def _write_records_to(stream: TextIO) -> None:
     for handler in logging.getLogger().handlers:
-        if isinstance(handler, logging.StreamHandler):
-            with handler.lock or contextlib.nullcontext():
-                handler.stream = stream  # not setStream(): it flushes the former one, whose disk may be full
+        if isinstance(handler, LogHandler):
+            handler.stream = stream
 
 
 def _log_lines(read: socket.socket) -> None:
