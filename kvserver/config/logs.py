@@ -43,7 +43,7 @@ class JsonLines(logging.Formatter):
 
 
 class LogHandler(logging.Handler):
-    """Writes to a stream that may stand still or be full. No thread waits for it: what it does not take at once is dropped and counted."""
+    """Writes to a stream whose reader may stand still, and whose disk may be full. What it does not take at once is dropped and counted."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
