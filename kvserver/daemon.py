@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import signal
+from contextlib import suppress
 from functools import partial
 from types import FrameType
 from typing import NoReturn
@@ -213,7 +214,8 @@ def _report_ready(settings: Settings, port: int, parts: Parts) -> None:
     }
     text = "endpoint {endpoint}, http {http}, L1 {l1_bytes} bytes, chunks of {chunk_tokens} tokens, boot {boot_id}"
     log.info("kvserver %s is ready: %s", __version__, text.format(**facts), extra=facts)
-    print(f"kvserver {__version__} ready: {text.format(**facts)}", flush=True)
+    with suppress(OSError):  # a full disk, or a reader that has ended: the log has the line, too
+        print(f"kvserver {__version__} ready: {text.format(**facts)}", flush=True)
 
 
 def _freeze_garbage() -> None:

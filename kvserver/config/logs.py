@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import select
 import sys
 import threading
 import time
+from contextlib import suppress
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 from kvserver import __version__
 from kvserver.config.settings import Settings
@@ -39,8 +42,35 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, default=str)
 
 
+class LogHandler(logging.Handler):
+    """Writes to a stream whose reader may stand still, and whose disk may be full. What it does not take at once is dropped and counted."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self.stream = stream
+        self._dropped = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text, count = "%d records of the log were dropped: it took no more", self._dropped
+        notice = [logging.LogRecord(log.name, logging.WARNING, "", 0, text, (count,), None)] if count else []
+        try:
+            lines = "".join([f"{self.format(each)}\n" for each in [*notice, record]])
+            self._dropped = 0 if self._write(lines.encode(errors="backslashreplace")) else count + 1
+        except Exception:
+            self.handleError(record)
+
+    def _write(self, raw: bytes) -> bool:
+        """False if the stream did not take all of it."""
+        fd, place = self.stream.fileno(), select.poll()
+        place.register(fd, select.POLLOUT)
+        with suppress(OSError):
+            while raw and place.poll(0):  # then a write of so many bytes does not wait
+                raw = raw[os.write(fd, raw[: select.PIPE_BUF]) :]
+        return not raw
+
+
 def set_up_logging(settings: Settings) -> None:
-    handler = logging.StreamHandler(sys.stderr)
+    handler = LogHandler(sys.stderr)
     if settings.log_format == "json":
         handler.setFormatter(JsonLines())
     else:
@@ -55,7 +85,8 @@ def set_up_logging(settings: Settings) -> None:
 def log_refused_start(reason: str, log_format: str) -> None:
     """Report why the daemon does not start. The settings may be what is wrong, so the format is given by itself."""
     if log_format != "json":
-        print(f"kvserver: {reason}", file=sys.stderr)
+        with suppress(OSError):  # the exit code states it, too
+            print(f"kvserver: {reason}", file=sys.stderr)
         return
     set_up_logging(Settings(log_format="json"))
     log.critical("%s", reason)

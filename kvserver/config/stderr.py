@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from typing import TextIO
 
 from kvserver._native import copy_last_words, next_lines
+from kvserver.config.logs import LogHandler
 
 log = logging.getLogger("kvserver.stderr")
 
@@ -68,8 +69,8 @@ def _open_if_closed() -> None:
 
 def _write_records_to(stream: TextIO) -> None:
     for handler in logging.getLogger().handlers:
-        if isinstance(handler, logging.StreamHandler):
-            handler.setStream(stream)
+        if isinstance(handler, LogHandler):
+            handler.stream = stream
 
 
 def _log_lines(read: socket.socket) -> None:

@@ -26,7 +26,10 @@ class AppendedFile:
     def _open(self) -> None:
         is_redirected = self._path == "/dev/stderr" and stat.S_ISSOCK(os.fstat(2).st_mode)  # see config/stderr.py
         path = f"/proc/self/fd/{LOG_FD}" if is_redirected else self._path
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, self._mode)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        flags |= os.O_NONBLOCK  # the open of a named pipe fails, and does not wait for a reader
+        descriptor = os.open(path, flags, self._mode)
+        os.set_blocking(descriptor, True)
         self._file = open(descriptor, "ab")  # noqa: SIM115, until close()
         self.bytes = os.fstat(descriptor).st_size
 

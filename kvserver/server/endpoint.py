@@ -110,7 +110,7 @@ def _fd_path(url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme == "ipc":
         own = url.removeprefix("ipc://")
-        if not own or own.startswith("@") or own.endswith("/") or Path(own).is_dir():
+        if not own.startswith("/") or own.endswith("/") or Path(own).is_dir():  # engines have folders of their own
             raise ConfigError(
                 f"--endpoint {url!r}: name a file that may become a socket, as ipc:///run/kvserver/kv.sock"
             )

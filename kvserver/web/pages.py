@@ -280,11 +280,8 @@ class _Handler(BaseHTTPRequestHandler):
         page = _PAGES.get(f"{self._method} {self._page_name if has_query else self.path}")
         if self.command == "DELETE":
             page = next((page for prefix, page in _DELETIONS.items() if self.path.startswith(prefix)), page)
-        if page is None:
-            self._send(404, f"no page {self.path}; there are {_LISTED}\n")
-            return
         try:
-            page(self)
+            (page or _Handler._no_page)(self)
         except TimeoutError as error:
             self._send(503, f"{error}\n")
 
@@ -292,16 +289,31 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_OPTIONS(self) -> None:
         """Name the methods of a page. No header of CORS: other sites' pages get nothing here."""
-        paths = {"GET": "HEAD, GET", "POST": "POST"}
+        if allowed := self._allowed():
+            self._send(200, b"", headers={"Allow": ", ".join(allowed)})
+        else:
+            self._no_page()
+
+    def _allowed(self) -> list[str]:
+        """Methods of the page; none if there is no such page."""
+        methods = {"GET": ["HEAD", "GET"], "POST": ["POST"]}
         allowed = [
-            names for method, names in paths.items() if self.path == "*" or f"{method} {self._page_name}" in _PAGES
+            name
+            for method, names in methods.items()
+            if self.path == "*" or f"{method} {self._page_name}" in _PAGES
+            for name in names
         ]
         if self.path == "*" or self.path.startswith(tuple(_DELETIONS)):
             allowed.append("DELETE")
-        if not allowed:
+        return [*allowed, "OPTIONS"] if allowed else []
+
+    def _no_page(self) -> None:
+        allowed = self._allowed()
+        if allowed and self.command not in allowed:
+            names = ", ".join(allowed)
+            self._send(405, f"{self._page_name} has no {self.command}; it has {names}\n", headers={"Allow": names})
+        else:
             self._send(404, f"no page {self.path}; there are {_LISTED}\n")
-            return
-        self._send(200, b"", headers={"Allow": ", ".join([*allowed, "OPTIONS"])})
 
     def _status(self) -> None:
         self._send(200, msgspec.json.encode(self.server.snapshot()[0]), "application/json")
@@ -451,4 +463,6 @@ _DELETIONS: dict[str, Callable[[_Handler], None]] = {
 }
 _COMMANDS_WITH_QUERY = ("/cache/clear", "/config/serving")
 _WITH_BODY = ("/kv/match", "/cache/pins", "/cache/prefetches")
-_LISTED = ", ".join(name for name in _PAGES if not name.startswith("GET /assets/"))
+_LISTED = ", ".join(
+    [name for name in _PAGES if not name.startswith("GET /assets/")] + [f"DELETE {prefix}ID" for prefix in _DELETIONS]
+)

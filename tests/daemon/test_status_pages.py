@@ -154,8 +154,6 @@ def test_the_pages_of_probes_and_people_answer(daemon):
     assert "kvserver" in daemon.http("/")[1]
     assert daemon.http("/status?pretty")[0] == 200
     assert daemon.http("/nothing")[0] == 404
-    assert daemon.http("/status", "POST")[0] == 404
-    assert daemon.http("/cache/clear")[0] == 404
 
 
 def test_the_pages_answer_fast_while_the_loop_is_busy(make_daemon, make_worker):

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
+from kvserver.l2.files.folder import FormatError
+
 log = logging.getLogger(__name__)
 
 Then = Callable[[Any, Exception | None], None]  # the result, or why there is none
@@ -63,7 +65,7 @@ class FileWorker:
             self._began_ns = time.monotonic_ns()
             try:
                 self._ended.append((task, task.call(), None))
-            except OSError as error:
+            except (OSError, FormatError) as error:
                 self._ended.append((task, None, error))
             except Exception as error:  # a bug, which must not end the thread
                 log.exception("a task of %s failed", threading.current_thread().name)

@@ -384,7 +384,7 @@ class TestFiles:
         ("name", "known"), [("journal", 2), ("generations", 2), ("generations.copy", 2), ("data", 1)]
     )
     def test_files_of_a_later_version_are_left_as_they_are(
-        self, make_rig: MakeRig, folder: Path, name: str, known: int
+        self, make_rig: MakeRig, folder: Path, name: str, known: int, caplog: pytest.LogCaptureFixture
     ) -> None:
         filled(make_rig()).close()
         with (folder / name).open("r+b") as file:
@@ -400,6 +400,7 @@ class TestFiles:
             assert f"{name} has format {known + 1}, and this version knows {known}" in rig.tier.failure
             assert rig.put(name_of(1), *SIZES) is rig.get(name_of(1), *SIZES) is UNAVAILABLE
             rig.close()
+            assert not [record for record in caplog.records if record.exc_info], "it is no bug of this version"
         assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
     def test_a_record_of_another_object_at_its_place_is_not_read_as_it(self, make_rig: MakeRig, folder: Path) -> None:

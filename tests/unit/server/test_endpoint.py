@@ -14,6 +14,7 @@ REFUSED = {
     "ipc://": "name a file",
     "ipc:///tmp": "name a file",
     "ipc://@kv": "name a file",
+    "ipc://run/kv.sock": "name a file that may become a socket, as ipc:///run/kvserver/kv.sock",
     "ipc:///proc/nowhere/kv.sock": "/proc/nowhere: No such file or directory",
     LONG: "the path is too long for a Unix socket",
     "tcp://127.0.0.1": "give a port, as tcp://127.0.0.1:5557",
