@@ -13,12 +13,7 @@ L1_BYTES = 4 << 20
 
 
 def _written(f: Filling, chunks: int) -> list[bytes]:
-    keys: list[bytes] = []
-    while len(keys) < chunks:
-        part = make_keys(15)
-        f.store(part)
-        f.written(part)
-        keys += part
+    f.write(keys := make_keys(chunks))
     return keys
 
 

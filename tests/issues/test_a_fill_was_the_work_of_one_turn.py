@@ -39,8 +39,7 @@ def test_a_turn_plans_one_fill_or_evicts_for_one_batch_or_begins_to_read_one(mon
     with filling(l1_bytes=2 << 20) as f:
         prompts = [make_keys(15) for _ in range(4)]
         for part in prompts:
-            f.store(part)
-            f.written(part)
+            f.write(part)
         f.forget_l1()
         while not f.running.parts.cache.space.evicted_chunks:
             f.store(make_keys(15))
@@ -61,9 +60,7 @@ def test_each_fill_is_planned_in_a_turn_of_its_own_before_others_go_on(monkeypat
     """The answer of one for which nothing is read does not wait for the batches of the others."""
     with filling() as f:
         keys = make_keys(15)
-        f.store(keys)
-        f.written(keys)
-        f.forget_l1()
+        f.only_in_l2(keys)
         unplanned = list[int]()
         step = Fills.step
 

@@ -16,10 +16,7 @@ L1_BYTES = 4 << 20
 
 
 def _written(f: Filling, chunks: int) -> list[bytes]:
-    keys = make_keys(chunks)
-    for first in range(0, chunks, 15):
-        f.store(keys[first : first + 15])
-        f.written(keys[first : first + 15])
+    f.write(keys := make_keys(chunks))
     return keys
 
 

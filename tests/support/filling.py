@@ -34,6 +34,20 @@ class Filling(NamedTuple):
         self.worker.store(keys, blocks, **changes)
         return content
 
+    def write(self, keys: list[bytes]) -> list[bytes]:
+        """Store the chunks, 15 at a time, until the tier has them; returns the bytes of their blocks."""
+        content = []
+        for first in range(0, len(keys), 15):
+            content += self.store(part := keys[first : first + 15])
+            self.written(part)
+        return content
+
+    def only_in_l2(self, keys: list[bytes]) -> list[bytes]:
+        """Store chunks that the tier then has and L1 lacks; returns the bytes of their blocks."""
+        content = self.write(keys)
+        self.forget_l1()
+        return content
+
     def written(self, keys: list[bytes]) -> None:
         wait_until(lambda: {name.key for name in self.tier.objects} >= set(keys))
         wait_until(lambda: not self.running.server.call(lambda: self.running.parts.storage.spill.puts).result(10))

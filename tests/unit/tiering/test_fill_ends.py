@@ -14,9 +14,7 @@ from kvserver.protocol import Clear, Cleared, LookupReply
 def test_an_answer_is_due_although_a_read_hangs_and_its_pages_stay_until_it_ends() -> None:
     with filling() as f:
         keys = make_keys(4)
-        f.store(keys)
-        f.written(keys)
-        f.forget_l1()
+        f.only_in_l2(keys)
         f.tier.hangs = True
         f.tier.stopped = True
         began = time.monotonic()
@@ -32,9 +30,7 @@ def test_an_answer_is_due_although_a_read_hangs_and_its_pages_stay_until_it_ends
 def test_two_requests_with_one_prompt_wait_for_the_same_reads() -> None:
     with filling() as f:
         keys = make_keys(4)
-        f.store(keys)
-        f.written(keys)
-        f.forget_l1()
+        f.only_in_l2(keys)
         f.tier.stopped = True
         one = f.begin(keys, "one")
         wait_until(lambda: len(f.tier.waiting) == 4)
@@ -51,9 +47,7 @@ def test_two_requests_with_one_prompt_wait_for_the_same_reads() -> None:
 def test_the_end_of_a_request_leaves_another_with_its_prompt_the_whole_hit() -> None:
     with filling() as f:
         keys = make_keys(4)
-        content = f.store(keys)
-        f.written(keys)
-        f.forget_l1()
+        content = f.only_in_l2(keys)
         f.tier.stopped = True
         one = f.begin(keys, "one")
         wait_until(lambda: len(f.tier.waiting) == 4)
@@ -72,9 +66,7 @@ def test_the_end_of_a_request_leaves_another_with_its_prompt_the_whole_hit() -> 
 def test_clear_during_a_fill_ends_the_fill_with_no_hit() -> None:
     with filling() as f:
         keys = make_keys(4)
-        f.store(keys)
-        f.written(keys)
-        f.forget_l1()
+        f.only_in_l2(keys)
         f.tier.stopped = True
         number = f.begin(keys)
         wait_until(lambda: len(f.tier.waiting) == 4)
@@ -88,9 +80,7 @@ def test_clear_during_a_fill_ends_the_fill_with_no_hit() -> None:
 def test_fill_ends_with_its_request_and_with_its_engine() -> None:
     with filling() as f:
         keys = make_keys(4)
-        f.store(keys)
-        f.written(keys)
-        f.forget_l1()
+        f.only_in_l2(keys)
         f.tier.stopped = True
         number = f.begin(keys)
         wait_until(lambda: len(f.tier.waiting) == 4)
@@ -109,13 +99,8 @@ def test_fill_ends_with_its_request_and_with_its_engine() -> None:
 
 def test_more_objects_than_may_be_read_at_once_are_read_in_turn() -> None:
     with filling() as f:
-        keys: list[bytes] = []
-        for _ in range(6):
-            part = make_keys(15)
-            f.store(part)
-            f.written(part)
-            keys += part
-        f.forget_l1()
+        keys = make_keys(90)
+        f.only_in_l2(keys)
         f.tier.stopped = True
         number = f.begin(keys)
         wait_until(lambda: len(f.tier.waiting) == 64)

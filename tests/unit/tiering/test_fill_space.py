@@ -18,8 +18,7 @@ def test_fills_beyond_the_bound_wait_for_their_turn() -> None:
         bound = memory_bound(L1_BYTES)
         keys = [make_keys(10, seed=number) for number in range(4)]
         for each in keys:
-            f.store(each)
-            f.written(each)
+            f.write(each)
         size = sum(len(raw) for _, raw in f.tier.objects.values()) // 4
         fitting = bound // size
         assert 1 <= fitting < 4, "the test needs fills of which some but not all fit"
@@ -41,13 +40,8 @@ def test_fills_beyond_the_bound_wait_for_their_turn() -> None:
 
 def test_a_fill_that_never_fits_is_cut() -> None:
     with filling(l1_bytes=L1_BYTES) as f:
-        keys: list[bytes] = []
-        for _ in range(4):
-            part = make_keys(10)
-            f.store(part)
-            f.written(part)
-            keys += part
-        f.forget_l1()
+        keys = make_keys(40)
+        f.only_in_l2(keys)
         wait_until(lambda: not f.running.server.call(lambda: f.running.parts.cache.pool.used_pages).result(10))
         assert f.lookup(keys).fill_chunks == 40
         found = f.fill(keys)
@@ -59,8 +53,7 @@ def test_nothing_is_read_before_there_is_space_for_all_of_it() -> None:
     """L1 has space for a part: the hit is cut to it, and no read is wasted on the rest."""
     with filling(l1_bytes=L1_BYTES) as f:
         keys = make_keys(15)
-        f.store(keys)
-        f.written(keys)
+        f.write(keys)
         size = sum(len(raw) for _, raw in f.tier.objects.values()) // 15
         f.forget_l1()
         cache = f.running.parts.cache
@@ -91,11 +84,8 @@ def test_the_bound_is_an_eighth_of_l1_and_three_quarters_of_a_small_one(l1: int,
 def test_chunks_read_by_a_fill_are_not_evicted_before_its_last_read() -> None:
     """Other stores may not evict it meanwhile."""
     with filling(l1_bytes=L1_BYTES) as f:
-        keys = [*make_keys(15), *make_keys(5)]
-        for part in (keys[:15], keys[15:]):
-            f.store(part)
-            f.written(part)
-        f.forget_l1()
+        keys = make_keys(20)
+        f.only_in_l2(keys)
         f.tier.stopped, f.tier.kept_waiting = True, {keys[19]}
         number = f.begin(keys, wait_ms=10_000)
         wait_until(lambda: len(f.tier.waiting) == 20)

@@ -17,10 +17,7 @@ from kvserver.tiering import MOST_PREFETCHES
 def prepared(f: Filling, count: int = 4) -> list[bytes]:
     """Keys of chunks that the tier has and L1 lacks; the engine is described."""
     keys = make_keys(count)
-    for first in range(0, count, 15):
-        f.store(keys[first : first + 15])
-        f.written(keys[first : first + 15])
-    f.forget_l1()
+    f.only_in_l2(keys)
     describe(f)
     return keys
 
@@ -60,9 +57,7 @@ def ready(f: Filling) -> PinReport:
 def test_a_prompt_is_in_l1_before_its_request_with_the_bytes_that_were_stored() -> None:
     with filling() as f:
         keys = make_keys(4)
-        content = f.store(keys)
-        f.written(keys)
-        f.forget_l1()
+        content = f.only_in_l2(keys)
         describe(f)
         begun = prefetch(f, keys)
         assert (begun.outcome, begun.tokens, begun.ready_in_seconds) == ("accepted", 4 * tokens(f), None), begun

@@ -19,9 +19,7 @@ KEYS = make_keys(6)
 def f() -> Iterator[Filling]:
     """An engine whose stores are in another daemon's L2: nothing of them is known here."""
     with filling() as found:
-        found.store(KEYS)
-        found.written(KEYS)
-        found.forget_l1()
+        found.only_in_l2(KEYS)
         found.tier.shared, found.tier.known = True, set()
         yield found
 
