@@ -7,7 +7,7 @@ from support.daemon import wait_until
 from support.filling import Filling, filling
 from support.worker import make_keys
 
-from kvserver.tiering.fills import memory_bound
+from kvserver.tiering.fill_room import memory_bound
 
 L1_BYTES = 4 << 20
 

@@ -10,7 +10,7 @@ import pytest
 from support.filling import Filling, filling
 from support.worker import make_keys
 
-from kvserver.tiering import fills
+from kvserver.tiering.fill import BATCH, Fill
 from kvserver.tiering.fills import Fills
 
 
@@ -26,7 +26,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, f: Filling) -> list[tuple[int, int,
         found.append(tuple(new - old for old, new in zip(before, after, strict=True)))  # type: ignore[arg-type]
         return more
 
-    def counting_plan(self: Fills, fill: fills.Fill) -> None:
+    def counting_plan(self: Fills, fill: Fill) -> None:
         planned.append(fill.namespace)
         plan(self, fill)
 
@@ -50,9 +50,9 @@ def test_a_turn_plans_one_fill_or_evicts_for_one_batch_or_begins_to_read_one(mon
         f.audit()  # in a later turn than the reply: all of its steps are counted
         plans, evicted, reads = zip(*of_steps, strict=True)
         assert (sum(plans), sum(reads)) == (1, 60)
-        assert sum(evicted) > 2 * fills.BATCH
-        assert max(evicted) <= fills.BATCH + 1
-        assert max(reads) <= fills.BATCH
+        assert sum(evicted) > 2 * BATCH
+        assert max(evicted) <= BATCH + 1
+        assert max(reads) <= BATCH
         assert all(sum(map(bool, step)) <= 1 for step in of_steps)
 
 

@@ -94,7 +94,7 @@ class Filling(NamedTuple):
         return [name for kind, name in self.tier.began if kind == "get"]
 
     def bytes(self) -> int:
-        return self.running.server.call(lambda: self.running.parts.storage.fills.used_bytes).result(10)
+        return self.running.server.call(lambda: self.running.parts.storage.fills.room.used_bytes).result(10)
 
 
 @contextlib.contextmanager

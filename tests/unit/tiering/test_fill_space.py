@@ -10,7 +10,7 @@ from support.server import L1_BYTES, PAGE_BYTES
 from support.worker import make_keys
 
 from kvserver.cache import Cache
-from kvserver.tiering.fills import memory_bound
+from kvserver.tiering.fill_room import memory_bound
 
 
 def test_fills_beyond_the_bound_wait_for_their_turn() -> None:
