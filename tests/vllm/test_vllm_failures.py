@@ -10,7 +10,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +23,7 @@ from kvserver.adapters.common.link import BREAKER_LIMIT
 Start = Callable[..., Daemon]
 Make = Callable[..., Prompt]
 
-# Per block; a request of three chunks has 24 blocks, so a copy takes about half a second.
-
-
-@pytest.fixture(autouse=True)
-def _engines_are_well_afterwards(engines: Engines) -> Iterator[None]:
-    """No exception of ours was swallowed, no block is lost, and the engine still computes."""
-    yield
-    for name in ("first", "second"):
-        engine = engines.running(name)
-        if engine is not None:
-            engine.wait_for_stores()
-            engine.forget()
-            counters = engine.counters()
-            assert counters["errors"] == {}, f"{name}: {counters}"
-            assert counters["blocks_in_use"] == 0, f"{name}: {counters}"
+pytestmark = pytest.mark.usefixtures("well_afterwards")
 
 
 def reference(engine: Engine, prompts: list[Prompt], max_tokens: int = 16) -> list[list[int]]:
