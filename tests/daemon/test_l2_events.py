@@ -16,7 +16,7 @@ from support.kv_follower import Follower
 from support.kv_subscriber import Subscriber
 from support.worker import Worker
 
-from kvserver.protocol import AwaitFill, Clear, Cleared, KVEventsTaken, LookupReply
+from kvserver.protocol import Clear, Cleared, KVEventsTaken, LookupReply
 
 PER_CHUNK, CHUNKS = 4, 12
 Names = set[tuple[str, bytes]]  # medium and hash
@@ -75,9 +75,7 @@ class Scene:
             self.wait(lambda tier: not tier["queue_objects"])
 
     def fill(self, number: int, wait_ms: int = 5000) -> int:
-        return self.worker.ask(
-            AwaitFill(self.worker.lookup_message(prompt(number).keys), wait_ms), LookupReply
-        ).hit_chunks
+        return self.worker.fill(prompt(number).keys, wait_ms=wait_ms)
 
     def clear(self) -> None:
         self.worker.ask(Clear(), Cleared)

@@ -55,13 +55,6 @@ def store(worker: Worker, keys: list[bytes], **changes: Any) -> list[bytes]:
     return content
 
 
-def load(worker: Worker, keys: list[bytes]) -> list[bytes]:
-    blocks = worker.blocks_for(len(keys))
-    worker.memory.fill()
-    worker.load(keys, blocks)
-    return worker.memory.blocks(blocks)
-
-
 @contextlib.contextmanager
 def daemon_on(*urls: str) -> Iterator[Daemon]:
     daemon = Daemon(l2=list(urls), l1_size="16MiB")
@@ -120,7 +113,7 @@ def test_what_was_cleared_while_it_was_written_and_read_does_not_come_back_after
             with daemon_on(shared_url) as other, Worker(other.endpoint) as worker:
                 assert [fill(worker, keys) for keys in (old, *new)] == [0] * 5
                 assert fill(worker, kept) == 3
-                assert load(worker, kept) == content
+                assert worker.loaded(kept) == content
 
 
 # ---- ends ---------------------------------------------------------------------------------------
@@ -143,7 +136,7 @@ def test_a_stop_with_a_long_queue_ends_in_time_and_what_was_written_is_right(tmp
             assert 0 < sum(found) < 8 * 12
             for keys, content, hit in zip(prompts, contents, found, strict=True):
                 if hit:
-                    assert load(worker, keys[:hit]) == content[: len(content) // 12 * hit]
+                    assert worker.loaded(keys[:hit]) == content[: len(content) // 12 * hit]
         assert tiers(daemon)[0]["corrupt"] == 0
 
 
@@ -236,4 +229,4 @@ def test_a_record_of_another_name_is_a_counted_miss(of: str, tmp_path: Path) -> 
             restart(daemon)
         with Worker(daemon.endpoint) as one:
             assert fill(one, keys) == 3
-            assert load(one, keys) == content
+            assert one.loaded(keys) == content

@@ -16,7 +16,7 @@ from support.daemon import Daemon, wait_until
 from support.worker import Worker, make_keys, wire_form
 
 from kvserver.cli import status as cli_status
-from kvserver.protocol import AwaitFill, Clear, Cleared, Durability, LookupReply, Store, Stored
+from kvserver.protocol import Clear, Cleared, Durability, LookupReply, Store, Stored
 from kvserver.protocol.status import DaemonStatus
 
 KEYS = make_keys(12, "files")
@@ -56,22 +56,11 @@ def explained(daemon: Daemon, request_id: str) -> tuple[str, dict[str, int]] | N
     return request["outcome"], {source: request["tokens"][source] for source in ("l0", "l1", "l2", "computed")}
 
 
-def fill(worker: Worker, keys: list[bytes] = KEYS, wait_ms: int = 5000) -> int:
-    return worker.ask(AwaitFill(worker.lookup_message(keys), wait_ms), LookupReply).hit_chunks
-
-
 def store(worker: Worker) -> list[bytes]:
     blocks = worker.blocks_for(len(KEYS))
     content = worker.memory.blocks(blocks)
     worker.store(KEYS, blocks)
     return content
-
-
-def load(worker: Worker, keys: list[bytes]) -> list[bytes]:
-    blocks = worker.blocks_for(len(keys))
-    worker.memory.fill()
-    worker.load(keys, blocks)
-    return worker.memory.blocks(blocks)
 
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
@@ -85,10 +74,10 @@ def test_what_was_written_comes_back_after_the_daemons_end(tmp_path: Path, end: 
         tier(daemon, "ready")
         with Worker(daemon.endpoint) as worker:
             assert worker.lookup(KEYS) == 0
-            assert fill(worker) == len(KEYS)
-            assert load(worker, KEYS) == content
+            assert worker.fill(KEYS) == len(KEYS)
+            assert worker.loaded(KEYS) == content
         with Worker(daemon.endpoint, layout="other") as other:
-            assert fill(other) == 0, "another namespace"
+            assert other.fill(KEYS) == 0, "another namespace"
 
 
 def test_what_was_read_for_a_request_counts_as_of_l2(tmp_path: Path) -> None:
@@ -102,8 +91,8 @@ def test_what_was_read_for_a_request_counts_as_of_l2(tmp_path: Path) -> None:
         tier(daemon, "ready")
         with Worker(daemon.endpoint) as worker:
             assert worker.lookup(KEYS) == 0
-            assert fill(worker) == len(KEYS)
-            load(worker, KEYS)
+            assert worker.fill(KEYS) == len(KEYS)
+            worker.loaded(KEYS)
             tokens = len(KEYS) * daemon.status()["instances"][0]["chunk_tokens"]
             worker.end_request("r", prompt_tokens=tokens + 9, loaded_tokens=tokens, loads=1)
             expected = {"l0": 0, "l1": 0, "l2": tokens, "computed": 9}
@@ -129,9 +118,9 @@ def test_a_damaged_object_is_a_counted_miss(tmp_path: Path) -> None:
         daemon.start()
         tier(daemon, "ready")
         with Worker(daemon.endpoint) as worker:
-            found = fill(worker)
+            found = worker.fill(KEYS)
             assert found == len(KEYS) // 2
-            assert load(worker, KEYS[:found]) == content[: len(content) // 2]
+            assert worker.loaded(KEYS[:found]) == content[: len(content) // 2]
         assert tier(daemon)["corrupt"] == 1
 
 
@@ -145,7 +134,7 @@ def test_cleared_chunks_are_not_found_after_a_restart(tmp_path: Path) -> None:
         daemon.start()
         tier(daemon, "ready")
         with Worker(daemon.endpoint) as worker:
-            assert fill(worker) == 0
+            assert worker.fill(KEYS) == 0
 
 
 def test_prompts_beyond_the_size_of_l1_are_found(tmp_path: Path) -> None:
@@ -161,8 +150,8 @@ def test_prompts_beyond_the_size_of_l1_are_found(tmp_path: Path) -> None:
             written(daemon, 12 * (number + 1))
         assert daemon.status()["l1"]["evictions"] >= 0
         for keys, content in zip(prompts, contents, strict=True):
-            assert fill(worker, keys) == 12
-            assert load(worker, keys) == content
+            assert worker.fill(keys) == 12
+            assert worker.loaded(keys) == content
 
 
 def test_a_second_daemon_on_the_folder_is_refused(tmp_path: Path) -> None:
@@ -187,7 +176,7 @@ def test_what_the_engine_computes_sooner_is_not_read_and_the_daemon_shows_why(tm
         daemon.start()
         tier(daemon, "ready")
         with Worker(daemon.endpoint) as worker:
-            assert fill(worker, measured) == 6
+            assert worker.fill(measured) == 6
             worker.end_request("r", prefill_tokens_per_second=1e11)
             wait_until(lambda: daemon.status()["instances"][0]["prefill_tokens_per_second"])
             assert worker.ask(worker.lookup_message(KEYS, "late"), LookupReply) == LookupReply(0)
@@ -253,4 +242,4 @@ def test_a_prompt_that_is_always_found_in_l1_stays_in_a_full_tier(tmp_path: Path
         daemon.start()
         tier(daemon, "ready")
         with Worker(daemon.endpoint) as worker:
-            assert fill(worker, hot) == 6
+            assert worker.fill(hot) == 6

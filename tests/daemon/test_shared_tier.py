@@ -44,10 +44,6 @@ def tier(daemon: Daemon, state: str = "") -> dict[str, Any]:
     return wait_until(read, what=f"the tier is {state}")
 
 
-def fill(worker: Worker, keys: list[bytes], wait_ms: int = 5000) -> int:
-    return worker.ask(AwaitFill(worker.lookup_message(keys), wait_ms), LookupReply).hit_chunks
-
-
 def store_in(daemon: Daemon, keys: list[bytes], variant: str = "", **options: Any) -> list[bytes]:
     with Worker(daemon.endpoint, **options) as worker:
         blocks = worker.blocks_for(len(keys))
@@ -63,29 +59,23 @@ def test_a_second_daemon_hits_at_its_first_lookup(daemons: list[Daemon]) -> None
     with Worker(daemons[1].endpoint) as worker:
         reply = worker.ask(worker.lookup_message(keys), LookupReply)
         assert (reply.hit_chunks, reply.fill_chunks) == (0, 10)
-        assert fill(worker, keys) == 10
-        blocks = worker.blocks_for(10)
-        worker.memory.fill()
-        worker.load(keys, blocks)
-        assert worker.memory.blocks(blocks) == content
+        assert worker.fill(keys) == 10
+        assert worker.loaded(keys) == content
     with Worker(daemons[1].endpoint, layout="other") as other:
-        assert fill(other, keys) == 0, "an engine that may not share"
+        assert other.fill(keys) == 0, "an engine that may not share"
 
 
 def test_what_an_engine_of_another_daemon_has_promised_is_awaited(daemons: list[Daemon]) -> None:
     keys = make_keys(10)
     with Worker(daemons[1].endpoint) as worker:
-        assert fill(worker, keys) == 0, "from now on all is known to be absent"
+        assert worker.fill(keys) == 0, "from now on all is known to be absent"
         promise = HandOver("a prefill engine", 10 * worker.hello.chunk_tokens)
         number = worker.send(AwaitFill(worker.lookup_message(keys, handed_over=promise), 10_000))
         content = store_in(daemons[0], keys)
         reply = worker.reply_to(number)
         assert isinstance(reply, LookupReply)
         assert (reply.hit_chunks, reply.l2_chunks) == (10, 10)
-        blocks = worker.blocks_for(10)
-        worker.memory.fill()
-        worker.load(keys, blocks)
-        assert worker.memory.blocks(blocks) == content
+        assert worker.loaded(keys) == content
 
 
 def test_blocks_of_a_tail_that_another_daemon_keeps_are_no_lost_hand_over(daemons: list[Daemon]) -> None:
@@ -125,8 +115,7 @@ def test_engines_that_differ_in_one_fact_share_nothing(daemons: list[Daemon], ot
     store_in(daemons[0], keys, identity=same["identity"], variant=same["variant"])
     for engine, found in ((other, 0), (same, 3)):
         with Worker(daemons[1].endpoint, identity=engine["identity"]) as worker:
-            message = worker.lookup_message(keys, variant=engine["variant"])
-            assert worker.ask(AwaitFill(message, 5000), LookupReply).hit_chunks == found
+            assert worker.fill(keys, variant=engine["variant"]) == found
 
 
 def test_a_prefetch_asks_the_store_and_its_request_finds_all_in_l1(daemons: list[Daemon]) -> None:
@@ -172,7 +161,7 @@ def test_clear_by_one_daemon_clears_for_the_other(daemons: list[Daemon]) -> None
     with Worker(daemons[0].endpoint) as worker:
         worker.ask(Clear(), Cleared)
     with Worker(daemons[1].endpoint) as worker:
-        assert fill(worker, keys) == 0
+        assert worker.fill(keys) == 0
 
 
 def test_a_stopped_server_costs_a_bounded_wait_and_hits_come_back(store: SharedStore, daemons: list[Daemon]) -> None:
@@ -182,11 +171,11 @@ def test_a_stopped_server_costs_a_bounded_wait_and_hits_come_back(store: SharedS
         store.stop()
         try:
             began = time.monotonic()
-            assert fill(worker, keys, wait_ms=500) == 0
+            assert worker.fill(keys, wait_ms=500) == 0
             assert time.monotonic() - began < 5
             others = make_keys(3)
             worker.store(others, worker.blocks_for(3))
             assert worker.lookup(others) == 3, "L1 works meanwhile"
         finally:
             store.go_on()
-        wait_until(lambda: fill(worker, keys, wait_ms=1000) == 4, 60)
+        wait_until(lambda: worker.fill(keys, wait_ms=1000) == 4, 60)

@@ -14,7 +14,6 @@ from support.traces import plain_lru_hits
 from support.worker import Worker, make_keys
 
 from kvserver.cli import status as cli_status
-from kvserver.protocol import AwaitFill, LookupReply
 from kvserver.protocol.status import DaemonStatus
 
 SIZES = {"0.25": 0.25, "0.5": 0.5, "1": 1.0, "2": 2.0, "4": 4.0, "8": 8.0, "unlimited": 0.0}
@@ -112,8 +111,7 @@ def test_chunks_that_only_l2_has_are_hits_of_a_larger_l1(
     tokens = counted(daemon)["totals"]["lookup_tokens"] // (number - 10 + 8) * 4
     first = would_hit(daemon)
     assert (first["0.5"], first["1"], first["2"], first["unlimited"]) == (0, 0, tokens, tokens)
-    message = worker.lookup_message(keys, "filled")
-    assert worker.ask(AwaitFill(message, 5000), LookupReply).hit_chunks == 4
+    assert worker.fill(keys, "filled") == 4
     worker.end_request("filled")
     assert worker.lookup(keys, "found") == 4
     then = would_hit(daemon)
@@ -134,7 +132,7 @@ def test_chunks_that_an_earlier_daemon_wrote_to_l2_are_hits_once_they_are_filled
     wait_until(lambda: daemon.status()["l2"][0]["state"] == "ready")
     worker = make_worker(daemon)
     assert worker.lookup(keys, "filled") == 0
-    assert worker.ask(AwaitFill(worker.lookup_message(keys, "filled"), 5000), LookupReply).hit_chunks == 4
+    assert worker.fill(keys, "filled") == 4
     worker.end_request("filled")
     assert set(would_hit(daemon).values()) == {0}
     assert worker.lookup(keys, "found") == 4

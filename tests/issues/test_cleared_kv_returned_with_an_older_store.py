@@ -25,7 +25,6 @@ from kvserver.l2 import TierOutcome
 from kvserver.l2.remote import generations
 from kvserver.l2.remote.ids import HighestIds, id_of, meaning_of, new_id
 from kvserver.l2.remote.tier import RemoteTier
-from kvserver.protocol import AwaitFill, LookupReply
 
 DONE, MISSING = TierOutcome.DONE, TierOutcome.MISSING
 RANKS = (PAGE, 2 * PAGE)
@@ -252,7 +251,7 @@ def test_a_daemon_that_restarts_beside_a_valkey_of_a_snapshot_does_not_find_what
     assert len(valkey.objects()) == 2, "they are back"
     daemon = ready(make_daemon(**settings))
     with Worker(daemon.endpoint, instance_id="one") as worker:
-        assert worker.ask(AwaitFill(worker.lookup_message(keys), 10_000), LookupReply).hit_chunks == 0
+        assert worker.fill(keys, wait_ms=10_000) == 0
 
 
 def test_a_clear_that_no_replica_has_is_done_with_a_warning(valkey: ValkeyStore, tmp_path: Path) -> None:

@@ -12,8 +12,6 @@ import pytest
 from support.daemon import Daemon, wait_until
 from support.worker import Worker, make_keys
 
-from kvserver.protocol import AwaitFill, LookupReply
-
 OLD, NEW = make_keys(4, "old"), make_keys(8, "new")
 
 
@@ -65,11 +63,8 @@ def test_what_was_stored_while_a_tier_opened_is_written_once_it_is_ready(daemon:
     daemon.start()
     wait_until(lambda: tier(daemon)["state"] == "ready")
     with Worker(daemon.endpoint) as worker:
-        assert worker.ask(AwaitFill(worker.lookup_message(NEW), 5000), LookupReply).hit_chunks == len(NEW)
-        blocks = worker.blocks_for(len(NEW))
-        worker.memory.fill()
-        worker.load(NEW, blocks)
-        assert worker.memory.blocks(blocks) == content
+        assert worker.fill(NEW) == len(NEW)
+        assert worker.loaded(NEW) == content
 
 
 def test_a_daemon_that_ends_before_its_tier_has_opened_leaves_at_once(daemon: Daemon, gate: Path) -> None:

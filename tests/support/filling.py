@@ -72,10 +72,7 @@ class Filling(NamedTuple):
         return self.reply(self.begin(keys, request_id, wait_ms, session_id)).hit_chunks
 
     def loaded(self, keys: list[bytes], request_id: str = "r") -> list[bytes]:
-        target = self.worker.blocks_for(len(keys), first=1)
-        self.worker.memory.fill()
-        self.worker.load(keys, target, request_id=request_id)
-        return self.worker.memory.blocks(target)
+        return self.worker.loaded(keys, request_id=request_id)
 
     def audit(self) -> None:
         wait_until(lambda: not self.running.server.call(lambda: self.running.parts.storage.fills.open).result(10))
