@@ -90,32 +90,32 @@ def test_blocks_of_a_tail_that_another_daemon_keeps_are_no_lost_hand_over(daemon
         assert row["requests"]["lost_handovers"] == 0
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"identity": identity(vllm="0.33.0")},
-        {"identity": identity(weights="sha256:other")},
-        {"identity": identity(dtype="float16")},
-        {"identity": identity(kv_dtype="fp8")},
-        {"identity": identity(device="cpu X86 AVX2")},
-        {"identity": identity(device="cuda 9.0")},
-        {"variant": "chain/another-lora"},
-        {"variant": "chain"},
-        {"variant": "another-chain/lora"},
-    ],
-    ids=["vllm", "weights", "dtype", "kv_dtype", "instruction_set", "gpu", "lora", "no_lora", "chain"],
-)
-def test_engines_that_differ_in_one_fact_share_nothing(daemons: list[Daemon], other: dict[str, Any]) -> None:
+DIFFERENT: dict[str, dict[str, Any]] = {
+    "vllm": {"vllm": "0.33.0"},
+    "weights": {"weights": "sha256:other"},
+    "dtype": {"dtype": "float16"},
+    "kv_dtype": {"kv_dtype": "fp8"},
+    "instruction set": {"device": "cpu X86 AVX2"},
+    "gpu": {"device": "cuda 9.0"},
+    "lora": {"variant": "chain/another-lora"},
+    "no lora": {"variant": "chain"},
+    "chain": {"variant": "another-chain/lora"},
+}
+
+
+def test_engines_that_differ_in_one_fact_share_nothing(daemons: list[Daemon]) -> None:
     """Between two machines; that an engine states each of them: adapters/test_durability.py."""
     facts = {"vllm": "0.32.0", "weights": "sha256:one", "device": "cpu X86 AVX512"}
-    same = {"identity": identity(**facts), "variant": "chain/lora"}
-    changed = {**facts, **{each.name: each.value for each in other.get("identity", ()) if each not in identity()}}
-    other = {**same, **other, "identity": identity(**changed)}
-    keys = make_keys(3)
-    store_in(daemons[0], keys, identity=same["identity"], variant=same["variant"])
-    for engine, found in ((other, 0), (same, 3)):
-        with Worker(daemons[1].endpoint, identity=engine["identity"]) as worker:
-            assert worker.fill(keys, variant=engine["variant"]) == found
+    keys, variant = make_keys(3), "chain/lora"
+    store_in(daemons[0], keys, identity=identity(**facts), variant=variant)
+
+    def found(**changes: str) -> int:
+        of_lora = changes.pop("variant", variant)
+        with Worker(daemons[1].endpoint, identity=identity(**{**facts, **changes})) as worker:
+            return worker.fill(keys, variant=of_lora)
+
+    assert {name: found(**other) for name, other in DIFFERENT.items()} == dict.fromkeys(DIFFERENT, 0)
+    assert found() == len(keys)
 
 
 def test_a_prefetch_asks_the_store_and_its_request_finds_all_in_l1(daemons: list[Daemon]) -> None:
