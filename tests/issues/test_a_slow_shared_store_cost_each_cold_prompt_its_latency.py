@@ -75,7 +75,7 @@ class Machine(NamedTuple):
         self.idle()
 
     def open_tickets(self) -> int:
-        return self.running.server.call(lambda: self.running.parts.storage.tiers.open_tickets).result(10)
+        return self.running.call(lambda: self.running.parts.storage.tiers.open_tickets)
 
     def idle(self) -> None:
         wait_until(lambda: not self.open_tickets())

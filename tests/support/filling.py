@@ -50,12 +50,12 @@ class Filling(NamedTuple):
 
     def written(self, keys: list[bytes]) -> None:
         wait_until(lambda: {name.key for name in self.tier.objects} >= set(keys))
-        wait_until(lambda: not self.running.server.call(lambda: self.running.parts.storage.spill.puts).result(10))
+        wait_until(lambda: not self.running.call(lambda: self.running.parts.storage.spill.puts))
 
     def forget_l1(self) -> None:
         """As a restart of the daemon would."""
         cache = self.running.parts.cache
-        self.running.server.call(cache.clear_namespaces).result(10)
+        self.running.call(cache.clear_namespaces)
 
     def lookup(self, keys: list[bytes], request_id: str = "r") -> LookupReply:
         return self.worker.ask(self.worker.lookup_message(keys, request_id), LookupReply)
@@ -75,7 +75,7 @@ class Filling(NamedTuple):
         return self.worker.loaded(keys, request_id=request_id)
 
     def audit(self) -> None:
-        wait_until(lambda: not self.running.server.call(lambda: self.running.parts.storage.fills.open).result(10))
+        wait_until(lambda: not self.running.call(lambda: self.running.parts.storage.fills.open))
         assert self.running.audited() is Audit.BALANCED
 
     def read_within(self, seconds: float, keys: list[bytes], request_id: str = "slow") -> None:
@@ -91,7 +91,7 @@ class Filling(NamedTuple):
         return [name for kind, name in self.tier.began if kind == "get"]
 
     def bytes(self) -> int:
-        return self.running.server.call(lambda: self.running.parts.storage.fills.room.used_bytes).result(10)
+        return self.running.call(lambda: self.running.parts.storage.fills.room.used_bytes)
 
 
 @contextlib.contextmanager
@@ -108,7 +108,7 @@ def filling(l1_bytes: int = 8 * L1_BYTES, more: list[str] | None = None, **worke
 
 
 def requests_of(f: Filling) -> RequestsStatus:
-    (instance,) = f.running.server.call(partial(instances_status, f.running.parts)).result(10)
+    (instance,) = f.running.call(partial(instances_status, f.running.parts))
     return instance.requests
 
 
@@ -123,5 +123,5 @@ def store_hybrid(f: Filling, keys: list[bytes], boundaries: list[int]) -> None:
     windows = [keys[boundary - 1] for boundary in boundaries]
     f.worker.store(windows, range(1, 1 + len(windows) * f.worker.object_blocks(1)), group=1)
     wait_until(lambda: len(f.tier.objects) == len(keys) + len(boundaries))
-    wait_until(lambda: not f.running.server.call(lambda: f.running.parts.storage.spill.puts).result(10))
+    wait_until(lambda: not f.running.call(lambda: f.running.parts.storage.spill.puts))
     f.forget_l1()

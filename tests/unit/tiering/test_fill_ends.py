@@ -20,7 +20,7 @@ def test_an_answer_is_due_although_a_read_hangs_and_its_pages_stay_until_it_ends
         began = time.monotonic()
         assert f.fill(keys, wait_ms=300) == 0
         assert 0.25 <= time.monotonic() - began < 5
-        used = f.running.server.call(lambda: f.running.parts.cache.pool.used_pages).result(10)
+        used = f.running.call(lambda: f.running.parts.cache.pool.used_pages)
         assert used > 0, "the reads may still write"
         f.tier.hangs = False
         f.tier.release()
@@ -35,7 +35,7 @@ def test_two_requests_with_one_prompt_wait_for_the_same_reads() -> None:
         one = f.begin(keys, "one")
         wait_until(lambda: len(f.tier.waiting) == 4)
         two = f.begin(keys, "two")
-        wait_until(lambda: f.running.server.call(lambda: f.running.parts.storage.fills.open).result(10) >= 2)
+        wait_until(lambda: f.running.call(lambda: f.running.parts.storage.fills.open) >= 2)
         f.tier.release()
         assert (f.reply(one).hit_chunks, f.reply(two).hit_chunks) == (4, 4)
         assert len(f.gets()) == 4
@@ -52,7 +52,7 @@ def test_the_end_of_a_request_leaves_another_with_its_prompt_the_whole_hit() -> 
         one = f.begin(keys, "one")
         wait_until(lambda: len(f.tier.waiting) == 4)
         two = f.begin(keys, "two")
-        wait_until(lambda: f.running.server.call(lambda: f.running.parts.storage.fills.open).result(10) >= 3)
+        wait_until(lambda: f.running.call(lambda: f.running.parts.storage.fills.open) >= 3)
         f.worker.end_request("one")
         assert f.reply(one).hit_chunks == 0
         f.tier.release()
@@ -116,5 +116,5 @@ def test_more_objects_than_may_be_read_at_once_are_read_in_turn() -> None:
         f.worker.end_request("ends early")
         assert f.reply(number).hit_chunks == 0
         f.audit()
-        used = f.running.server.call(lambda: f.running.parts.cache.pool.used_pages).result(10)
+        used = f.running.call(lambda: f.running.parts.cache.pool.used_pages)
         assert used == 0, "what was reserved is free"

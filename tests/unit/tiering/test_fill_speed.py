@@ -83,10 +83,10 @@ def test_reads_that_fail_show_no_rate() -> None:
         f.only_in_l2(keys)
         f.tier.fail = dict.fromkeys(keys, TierOutcome.CORRUPT)
         assert f.fill(keys) == 0
-        (tier,) = f.running.server.call(f.running.parts.storage.spill.status).result(10)
+        (tier,) = f.running.call(f.running.parts.storage.spill.status)
         assert tier.read_bytes_per_second == 0
         assert f.fill(keys) == 3
-        (tier,) = f.running.server.call(f.running.parts.storage.spill.status).result(10)
+        (tier,) = f.running.call(f.running.parts.storage.spill.status)
         assert tier.read_bytes_per_second > 0
 
 
@@ -97,7 +97,7 @@ def test_queued_reads_count_for_the_expected_time_of_later_fills() -> None:
         size = sum(len(raw) for _, raw in f.tier.objects.values()) // 6
 
         def queued() -> int:
-            return f.running.server.call(lambda: f.running.parts.storage.rates.queued_bytes).result(10)
+            return f.running.call(lambda: f.running.parts.storage.rates.queued_bytes)
 
         f.tier.stopped, f.tier.kept_waiting = True, {keys[5]}
         number = f.begin(keys)

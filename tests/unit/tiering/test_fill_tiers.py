@@ -88,5 +88,5 @@ def test_an_engine_that_must_stay_on_its_machine_reads_from_no_tier_of_many() ->
         assert {kind for kind, _ in f.tier.began} == {"put"}
         f.tier.shared = False
         assert f.fill(keys) == 3
-        (status,) = f.running.server.call(partial(instances_status, f.running.parts)).result(10)
+        (status,) = f.running.call(partial(instances_status, f.running.parts))
         assert status.machine_only == "samples of its files name them"

@@ -18,7 +18,7 @@ def test_a_fill_that_is_requested_once_serving_is_off_reads_nothing() -> None:
         keys = make_keys(4)
         f.only_in_l2(keys)
         assert f.lookup(keys) == LookupReply(0, fill_chunks=4)
-        f.running.server.call(lambda: f.running.parts.serving.switch("off")).result(10)
+        f.running.call(lambda: f.running.parts.serving.switch("off"))
         assert (f.fill(keys), f.gets()) == (0, [])
 
 
@@ -58,7 +58,7 @@ def test_what_a_fill_reads_is_of_no_session_and_what_was_resident_stays_the_sess
         assert f.worker.lookup(keys, "r", session_id="a") == 2
         assert f.fill(keys, session_id="a") == 8
         assert f.worker.lookup(keys, "r", session_id="a") == 8
-        sessions = f.running.server.call(lambda: [one.chunks for one in f.running.parts.cache.sessions]).result(10)
+        sessions = f.running.call(lambda: [one.chunks for one in f.running.parts.cache.sessions])
         assert sessions == [2]
 
 
@@ -69,7 +69,7 @@ def test_a_hit_after_a_fill_shares_what_another_session_stored_meanwhile() -> No
         assert f.worker.lookup(keys, "r", session_id="b") == 0
         f.worker.store(keys, f.worker.blocks_for(8), session_id="a")
         assert f.fill(keys, session_id="b") == 8
-        sessions = f.running.server.call(lambda: [one.chunks for one in f.running.parts.cache.sessions]).result(10)
+        sessions = f.running.call(lambda: [one.chunks for one in f.running.parts.cache.sessions])
         assert sessions == [0, 0]
 
 

@@ -38,15 +38,15 @@ def prefetch(f: Filling, keys: list[bytes], seconds: float = 600) -> PinReport:
         request = PinRequest(instance.described_prefix, instance.model_name, b"".join(keys), 1, (0,), seconds)
         return reports(f).begin(request)
 
-    return f.running.server.call(begin).result(10)
+    return f.running.call(begin)
 
 
 def shown(f: Filling) -> list[PinReport]:
-    return f.running.server.call(lambda: reports(f).all().prefetches).result(10)
+    return f.running.call(lambda: reports(f).all().prefetches)
 
 
 def delete(f: Filling, id: str) -> PinReport:
-    return f.running.server.call(lambda: reports(f).delete(id)).result(10)
+    return f.running.call(lambda: reports(f).delete(id))
 
 
 def ready(f: Filling) -> PinReport:
@@ -172,8 +172,8 @@ def test_a_deleted_prefetch_leaves_its_chunks_to_eviction() -> None:
 
 def _press(f: Filling) -> None:
     space = f.running.parts.cache.space
-    before = f.running.server.call(lambda: space.evicted_chunks).result(10)
-    while f.running.server.call(lambda: space.evicted_chunks).result(10) < before + 60:
+    before = f.running.call(lambda: space.evicted_chunks)
+    while f.running.call(lambda: space.evicted_chunks) < before + 60:
         f.store(make_keys(15))
 
 
@@ -251,7 +251,7 @@ def test_a_daemon_that_stops_while_it_reads_waits_for_no_prefetch() -> None:
         f.tier.stopped = True
         prefetch(f, keys)
         wait_until(lambda: len(f.tier.waiting) == 4)
-        f.running.server.call(f.running.parts.storage.end_fills).result(10)
+        f.running.call(f.running.parts.storage.end_fills)
         assert shown(f) == [] or shown(f)[0].ready_in_seconds == 0
         f.tier.release()
         f.audit()

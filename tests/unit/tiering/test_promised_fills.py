@@ -153,4 +153,4 @@ def test_a_request_that_ends_while_its_fill_reads_begins_no_wait_for_stores(f: F
     assert f.reply(number, seconds=9).hit_chunks == 0
     f.tier.release()
     f.audit()
-    assert f.running.server.call(lambda: f.running.parts.cache.lease_count).result(10) == 0
+    assert f.running.call(lambda: f.running.parts.cache.lease_count) == 0
