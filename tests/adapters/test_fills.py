@@ -39,7 +39,7 @@ def restart(daemon: Daemon) -> None:
     wait_until(written)
     daemon.terminate()
     daemon.start()
-    wait_until(lambda: daemon.status()["l2"][0]["state"] == "ready")
+    daemon.wait_for_tiers()
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])

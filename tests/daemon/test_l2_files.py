@@ -27,24 +27,14 @@ def daemon_with(folder: Path, parameters: str = "", size: str = "64MiB", **flags
     daemon = Daemon(l2=f"file://{folder}?size={size}{parameters}", l1_size="8MiB", **flags)
     try:
         daemon.start()
-        tier(daemon, "ready")
+        daemon.wait_for_tiers()
         yield daemon
     finally:
         daemon.close()
 
 
-def tier(daemon: Daemon, state: str = "") -> dict[str, Any]:
-    """The tier in /status, in this state if one is given."""
-
-    def read() -> dict[str, Any] | None:
-        (found,) = daemon.status()["l2"]
-        return found if state in ("", found["state"]) else None
-
-    return wait_until(read, what=f"the tier is {state}")
-
-
 def written(daemon: Daemon, objects: int) -> None:
-    wait_until(lambda: (found := tier(daemon))["objects"] >= objects and not found["queue_objects"])
+    wait_until(lambda: (found := daemon.tier())["objects"] >= objects and not found["queue_objects"])
 
 
 def explained(daemon: Daemon, request_id: str) -> tuple[str, dict[str, int]] | None:
@@ -71,7 +61,7 @@ def test_what_was_written_comes_back_after_the_daemons_end(tmp_path: Path, end: 
             written(daemon, len(KEYS))
         (daemon.terminate if end == signal.SIGTERM else daemon.kill)()
         daemon.start()
-        tier(daemon, "ready")
+        daemon.wait_for_tiers()
         with Worker(daemon.endpoint) as worker:
             assert worker.lookup(KEYS) == 0
             assert worker.fill(KEYS) == len(KEYS)
@@ -88,7 +78,7 @@ def test_what_was_read_for_a_request_counts_as_of_l2(tmp_path: Path) -> None:
             written(daemon, len(KEYS))
         daemon.terminate()
         daemon.start()
-        tier(daemon, "ready")
+        daemon.wait_for_tiers()
         with Worker(daemon.endpoint) as worker:
             assert worker.lookup(KEYS) == 0
             assert worker.fill(KEYS) == len(KEYS)
@@ -116,12 +106,12 @@ def test_a_damaged_object_is_a_counted_miss(tmp_path: Path) -> None:
         with data.open("r+b") as file:
             file.write(raw)
         daemon.start()
-        tier(daemon, "ready")
+        daemon.wait_for_tiers()
         with Worker(daemon.endpoint) as worker:
             found = worker.fill(KEYS)
             assert found == len(KEYS) // 2
             assert worker.loaded(KEYS[:found]) == content[: len(content) // 2]
-        assert tier(daemon)["corrupt"] == 1
+        assert daemon.tier()["corrupt"] == 1
 
 
 def test_cleared_chunks_are_not_found_after_a_restart(tmp_path: Path) -> None:
@@ -132,7 +122,7 @@ def test_cleared_chunks_are_not_found_after_a_restart(tmp_path: Path) -> None:
             assert worker.ask(Clear(), Cleared).chunks == len(KEYS)
         daemon.kill()
         daemon.start()
-        tier(daemon, "ready")
+        daemon.wait_for_tiers()
         with Worker(daemon.endpoint) as worker:
             assert worker.fill(KEYS) == 0
 
@@ -174,7 +164,7 @@ def test_what_the_engine_computes_sooner_is_not_read_and_the_daemon_shows_why(tm
             written(daemon, len(KEYS) + 6)
         daemon.terminate()
         daemon.start()
-        tier(daemon, "ready")
+        daemon.wait_for_tiers()
         with Worker(daemon.endpoint) as worker:
             assert worker.fill(measured) == 6
             worker.end_request("r", prefill_tokens_per_second=1e11)
@@ -185,7 +175,7 @@ def test_what_the_engine_computes_sooner_is_not_read_and_the_daemon_shows_why(tm
             requests = status["instances"][0]["requests"]
             assert (requests["fills"], requests["fills_not_begun"]) == (1, 1)
             assert requests["missed_tokens"]["slow_l2"] == tokens
-            assert tier(daemon)["read_bytes_per_second"] > 0
+            assert daemon.tier()["read_bytes_per_second"] > 0
             metrics = daemon.http("/metrics")[1]
             named = f'instance_id="{worker.instance_id}",model_name="{worker.model_name}"'
             assert f'kvserver_lookup_missed_tokens_total{{{named},reason="slow_l2"}} {tokens}' in metrics
@@ -205,7 +195,7 @@ def test_kv_that_only_its_process_can_find_is_not_written_to_disk(tmp_path: Path
             assert worker.lookup(keys, variant=f"epoch-{epoch}", durability=Durability.PROCESS) == 2
         store(worker)
         written(daemon, len(KEYS))
-        found = tier(daemon)
+        found = daemon.tier()
         assert (found["written_objects"], found["objects"]) == (len(KEYS), len(KEYS))
 
 
@@ -221,7 +211,7 @@ def test_an_engine_of_before_durability_was_stated_writes_nothing(tmp_path: Path
         worker.ask(old, Stored)
         store(worker)
         written(daemon, len(KEYS))
-        assert tier(daemon)["written_objects"] == len(KEYS)
+        assert daemon.tier()["written_objects"] == len(KEYS)
 
 
 def test_a_prompt_that_is_always_found_in_l1_stays_in_a_full_tier(tmp_path: Path) -> None:
@@ -235,11 +225,11 @@ def test_a_prompt_that_is_always_found_in_l1_stays_in_a_full_tier(tmp_path: Path
                 keys = make_keys(12)
                 worker.store(keys, worker.blocks_for(12))
                 assert worker.lookup(hot) == 6
-                wait_until(lambda: not tier(daemon)["queue_objects"])
+                wait_until(lambda: not daemon.tier()["queue_objects"])
                 time.sleep(0.2)  # its age is kept by the second, and a real tier fills more slowly
-                evicted = tier(daemon)["evictions"]
+                evicted = daemon.tier()["evictions"]
         daemon.terminate()
         daemon.start()
-        tier(daemon, "ready")
+        daemon.wait_for_tiers()
         with Worker(daemon.endpoint) as worker:
             assert worker.fill(hot) == 6

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
-from support.daemon import Daemon, wait_until
+from support.daemon import Daemon
 from support.memory import awkward
 from support.worker import Worker, make_keys
 
@@ -30,10 +30,10 @@ class Killed:
     def run(self) -> None:
         """One daemon's time, from its start to its kill."""
         self.daemon.start()
-        wait_until(lambda: self.daemon.status()["l2"][0]["state"] == "ready")
+        self.daemon.wait_for_tiers()
         with Worker(self.daemon.endpoint, geometry=awkward(scale=8)) as worker:
             self._look(worker)
-            (tier,) = self.daemon.status()["l2"]
+            tier = self.daemon.tier()
             assert (tier["corrupt"], tier["errors"]) == (0, 0), "a killed process leaves whole records"
             assert tier["used_bytes"] <= tier["size_bytes"]
             self._write_until_killed(worker)

@@ -45,7 +45,7 @@ def test_a_prompt_of_a_daemon_before_is_in_l1_before_its_request(daemon: Daemon,
         blocks = worker.blocks_for(len(KEYS))
         content = worker.memory.blocks(blocks)
         worker.store(KEYS, blocks)
-        wait_until(lambda: daemon.status()["l2"][0]["objects"] >= len(KEYS), what="they are written")
+        wait_until(lambda: daemon.tier()["objects"] >= len(KEYS), what="they are written")
     daemon.terminate()
     daemon.start()
     with make_worker(daemon) as worker:

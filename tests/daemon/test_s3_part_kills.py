@@ -48,17 +48,13 @@ class Walk:
 
     def round(self) -> None:
         self._release.clear()
-        self.daemon.start()
-        self._until_ready()
+        self.daemon.start().wait_for_tiers(LONG_SECONDS)
         with Worker(self.daemon.endpoint, geometry=GEOMETRY) as worker:
             self._read(worker)
             self._write(worker)
         self._release.set()
         self.daemon.kill()
         self._proxy.change, self._proxy.upload = lambda range, body: body, lambda step, body: body
-
-    def _until_ready(self) -> None:
-        wait_until(lambda: self.daemon.status()["l2"][0]["state"] == "ready", LONG_SECONDS, "the tier is ready")
 
     def _read(self, worker: Worker) -> None:
         """Read what earlier daemons wrote, with one fault in one of its parts."""
@@ -123,7 +119,7 @@ class Walk:
         assert all(size >= worker.chunk_bytes for size in sizes), "half an object is visible"
 
     def _writes(self) -> bool:
-        (tier,) = self.daemon.status()["l2"]
+        tier = self.daemon.tier()
         return bool(tier["queue_objects"] or self.daemon.accounting()["pins"])
 
 

@@ -32,16 +32,8 @@ def daemons(store: SharedStore, make_daemon: Callable[..., Daemon], request: pyt
     url = store.url_of(request.node.name.replace("[", "-").replace("]", ""))
     found = [make_daemon(l2=url, l1_size="16MiB") for _ in range(2)]
     for daemon in found:
-        tier(daemon, "ready")
+        daemon.wait_for_tiers()
     return found
-
-
-def tier(daemon: Daemon, state: str = "") -> dict[str, Any]:
-    def read() -> dict[str, Any] | None:
-        (found,) = daemon.status()["l2"]
-        return found if state in ("", found["state"]) else None
-
-    return wait_until(read, what=f"the tier is {state}")
 
 
 def store_in(daemon: Daemon, keys: list[bytes], variant: str = "", **options: Any) -> list[bytes]:
@@ -49,7 +41,7 @@ def store_in(daemon: Daemon, keys: list[bytes], variant: str = "", **options: An
         blocks = worker.blocks_for(len(keys))
         content = worker.memory.blocks(blocks)
         worker.store(keys, blocks, variant=variant)
-        wait_until(lambda: (found := tier(daemon))["written_objects"] >= len(keys) and not found["queue_objects"])
+        wait_until(lambda: (found := daemon.tier())["written_objects"] >= len(keys) and not found["queue_objects"])
         return content
 
 
@@ -112,10 +104,11 @@ def test_engines_that_differ_in_one_fact_share_nothing(daemons: list[Daemon]) ->
     def found(**changes: str) -> int:
         of_lora = changes.pop("variant", variant)
         with Worker(daemons[1].endpoint, identity=identity(**{**facts, **changes})) as worker:
-            return worker.fill(keys, variant=of_lora)
+            return worker.fill(keys, wait_ms=10_000, variant=of_lora)
 
-    assert {name: found(**other) for name, other in DIFFERENT.items()} == dict.fromkeys(DIFFERENT, 0)
-    assert found() == len(keys)
+    for _ in range(2):  # after slow probes the answer of one may serve only the next lookup
+        assert {name: found(**other) for name, other in DIFFERENT.items()} == dict.fromkeys(DIFFERENT, 0)
+        wait_until(lambda: found() == len(keys), 60, "an engine that differs in nothing finds them")
 
 
 def test_a_prefetch_asks_the_store_and_its_request_finds_all_in_l1(daemons: list[Daemon]) -> None:
@@ -144,7 +137,7 @@ def test_machine_only_kv_is_written_to_tiers_of_its_machine_only(
 ) -> None:
     url = store.url_of("machine-only")
     daemon = make_daemon(l2=[f"file://{tmp_path}/l2?size=64MiB", url], l1_size="16MiB")
-    wait_until(lambda: [one["state"] for one in daemon.status()["l2"]] == ["ready", "ready"])
+    daemon.wait_for_tiers()
     with Worker(daemon.endpoint, connect_now=False) as worker:
         worker.attach()
         worker.register(machine_only="samples of its files name them")

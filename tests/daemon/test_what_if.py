@@ -102,7 +102,7 @@ def test_chunks_that_only_l2_has_are_hits_of_a_larger_l1(
     served(daemon, worker, [[1, 2, 3, 4]])
     number = 10
     while daemon.metric("kvserver_l1_evicted_chunks_total") < 4:  # type: ignore[operator]
-        wait_until(lambda: not daemon.status()["l2"][0]["queue_objects"], what="L2 has all")
+        wait_until(lambda: not daemon.tier()["queue_objects"], what="L2 has all")
         served(daemon, worker, [[number, number + 1]])
         number += 2
     keys = [make_keys(1, id)[0] for id in (1, 2, 3, 4)]
@@ -126,10 +126,10 @@ def test_chunks_that_an_earlier_daemon_wrote_to_l2_are_hits_once_they_are_filled
     keys = make_keys(4)
     writer = make_worker(daemon)
     writer.store(keys, writer.blocks_for(4))
-    wait_until(lambda: (tier := daemon.status()["l2"][0])["objects"] >= 4 and not tier["queue_objects"])
+    wait_until(lambda: (tier := daemon.tier())["objects"] >= 4 and not tier["queue_objects"])
     assert daemon.terminate() == 0
     daemon.start()
-    wait_until(lambda: daemon.status()["l2"][0]["state"] == "ready")
+    daemon.wait_for_tiers()
     worker = make_worker(daemon)
     assert worker.lookup(keys, "filled") == 0
     assert worker.fill(keys, "filled") == 4

@@ -101,11 +101,11 @@ def test_what_a_daemon_wrote_to_l2_comes_back_after_its_end(
     engines.wait_registered(daemon)
     first.generate(texts)
     first.wait_for_stores()
-    wait_until(lambda: (tier := daemon.status()["l2"][0])["objects"] >= 3 * 2 and not tier["queue_objects"])
+    wait_until(lambda: (tier := daemon.tier())["objects"] >= 3 * 2 and not tier["queue_objects"])
     (daemon.kill if killed else daemon.terminate)()
     daemon.start()
     engines.wait_registered(daemon)
-    wait_until(lambda: daemon.status()["l2"][0]["state"] == "ready")
+    daemon.wait_for_tiers()
     assert daemon.status()["l1"]["chunks"] == 0
     warm = second.generate(texts)
     assert [o["tokens"] for o in warm] == alone

@@ -235,7 +235,7 @@ def test_every_choice_of_tiers_gives_equal_tokens(
         for folder in folders[:-1]:
             shutil.rmtree(folder)
         daemon.start()
-        wait_until(lambda: all(tier["state"] == "ready" for tier in daemon.status()["l2"]))
+        daemon.wait_for_tiers()
         engines.wait_registered(daemon)
     before = second.metrics()
     warm = [second.ask("generate", prompts=[text], max_tokens=16) for text in texts]
