@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import random
 import signal
 import statistics
 import sys
@@ -57,11 +56,13 @@ def run(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         first, second = (engines.get(name, dtype="float32") for name in ("first", "second"))
         engines.wait_registered(daemon)
         for engine, seed in ((first, 1001), (second, 1002)):  # what a process does only once is not to be measured
-            engine.ask("generate", prompts=[prompt(seed, options.tokens)], max_tokens=2)
+            engine.ask("generate", prompts=[tiny_models.prompt(seed, options.tokens)], max_tokens=2)
         first.wait_for_stores()
         second.wait_for_stores()
         show(f"{options.prompts} prompts of {options.tokens} tokens, cold in the first, warm in the second ...\n")
-        rows = [measure(daemon, first, second, prompt(seed, options.tokens)) for seed in range(options.prompts)]
+        rows = [
+            measure(daemon, first, second, tiny_models.prompt(seed, options.tokens)) for seed in range(options.prompts)
+        ]
         print(table(options, rows))
         return rows
     finally:
@@ -126,11 +127,6 @@ def table(options: argparse.Namespace, rows: list[dict[str, Any]]) -> str:
 
 def line(name: str, cold: float, warm: float, cached: float, equal: bool) -> str:
     return f"{name:<6} {1000 * cold:9.1f} {1000 * warm:9.1f} {warm / cold:11.2f} {cached:23.0f}   {'yes' if equal else 'NO'}"
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    source = random.Random(seed)
-    return [source.randrange(3, tiny_models.VOCAB) for _ in range(length)]
 
 
 def show(text: str) -> None:

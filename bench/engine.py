@@ -125,7 +125,7 @@ class Bench:
         for name in ("cold", "warm"):
             engine = self._lanes[name].engine
             for _ in range(2):
-                engine.generate([prompt(next(self._seeds), self._tokens)], max_tokens=1)
+                engine.generate([tiny_models.prompt(next(self._seeds), self._tokens)], max_tokens=1)
                 engine.wait_for_stores()
                 time.sleep(1.5)
 
@@ -133,7 +133,7 @@ class Bench:
         """Milliseconds by lane for one fresh prompt."""
         seed = next(self._seeds)
         hit = self._whole(chunk_tokens)
-        tokens, other = prompt(seed, self._tokens), prompt(seed + 1_000_000, self._tokens)
+        tokens, other = tiny_models.prompt(seed, self._tokens), tiny_models.prompt(seed + 1_000_000, self._tokens)
         found: dict[str, float] = {}
         for name in ("none", "cold") if seed % 2 else ("cold", "none"):
             found[name] = self._lanes[name].first_token(tokens)
@@ -152,7 +152,7 @@ class Bench:
 
         `chunk_tokens`: what a hit is a multiple of.
         """
-        tokens = prompt(next(self._seeds), self._tokens)
+        tokens = tiny_models.prompt(next(self._seeds), self._tokens)
         for name in ("none", "cold"):
             self._lanes[name].first_token(tokens)
         for length in lengths:
@@ -200,11 +200,6 @@ def peer_options(peer: Peer, python: str) -> dict[str, Any]:
             "kv_connector_extra_config": {"lmcache.mp.host": host, "lmcache.mp.port": int(port)},
         },
     }
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    source = random.Random(seed)
-    return [source.randrange(3, tiny_models.VOCAB) for _ in range(length)]
 
 
 class Rounds:

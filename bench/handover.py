@@ -29,11 +29,11 @@ from pathlib import Path
 from typing import Any
 
 from common import table
-from engine import MODELS, WARM_UPS, prompt
+from engine import MODELS, WARM_UPS
 from serving import Server, completion
 from support.daemon import Daemon, wait_until
 from support.store_process import store_process
-from tiny_models import llama
+from tiny_models import llama, prompt
 
 STREAMS, STREAM_TOKENS = 4, 300
 

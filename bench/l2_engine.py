@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from common import table
-from engine import CHUNK_TOKENS, MODELS, WARM_UPS, Lane, peer_options, prompt
+from engine import CHUNK_TOKENS, MODELS, WARM_UPS, Lane, peer_options
 from engines import TIMEOUTS, Engines
 from peer_files import PeerFiles
 from peers import installed
 from support.daemon import Daemon, wait_until
-from tiny_models import llama
+from tiny_models import llama, prompt
 
 CHUNK = CHUNK_TOKENS[0]
 HEADER = ["cold", "L1", "L2", "L1/cold", "L2/cold", "L2/L1"]

@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-import random
 import signal
 import statistics
 import sys
@@ -67,8 +66,7 @@ TOKEN_BYTES = token_bytes(LAYERS, HIDDEN)
 
 
 def prompt(seed: int, length: int = TOKENS) -> list[int]:
-    source = random.Random(seed)
-    return [source.randrange(3, tiny_models.VOCAB) for _ in range(length)]
+    return tiny_models.prompt(seed, length)
 
 
 # ---- real engines -------------------------------------------------------------------------

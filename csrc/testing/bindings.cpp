@@ -25,8 +25,7 @@ NB_MODULE(kvserver_testing, m) {
     nb::module_::import_("kvserver._native");
     nb::enum_<FakeDevice::Order>(m, "Order")
         .value("SUBMITTED", FakeDevice::Order::kSubmitted)
-        .value("REVERSED", FakeDevice::Order::kReversed)
-        .value("RANDOM", FakeDevice::Order::kRandom);
+        .value("REVERSED", FakeDevice::Order::kReversed);
     nb::class_<FakeDevice, Device>(m, "FakeDevice")
         .def(
             "__init__",

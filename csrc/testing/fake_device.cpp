@@ -168,10 +168,6 @@ void FakeDevice::release(uint64_t ticket) {
 void FakeDevice::release_all(Order order) {
     std::vector<uint64_t> numbers = open();
     if (order == Order::kReversed) std::reverse(numbers.begin(), numbers.end());
-    if (order == Order::kRandom) {
-        std::lock_guard lock(mutex_);
-        std::shuffle(numbers.begin(), numbers.end(), random_);
-    }
     for (uint64_t number : numbers) release(number);
 }
 

@@ -33,7 +33,7 @@ class FakeDevice final : public Device {
         double trouble = 0;    // how often a step() fails
         SlowCopies slow = {};  // before each block
     };
-    enum class Order { kSubmitted, kReversed, kRandom };
+    enum class Order { kSubmitted, kReversed };
 
     FakeDevice(std::shared_ptr<HostRegion> region, uint64_t page_bytes, Options options);
 

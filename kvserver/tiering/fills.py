@@ -7,21 +7,19 @@ all is read, at its deadline, or when its request, engine or namespace ends. Rea
 allocated until their tickets end.
 
 A prefetch is a fill for a request that may come. It reads after all requests' fills, however slow its tier is. Its bytes count until
-it is ended. Prefetches may use half of the bound, and one is given up when a request's fill needs its room.
+it is ended.
 
 Chunks may be promised: an engine of another daemon has computed the prompt, and writes it to a shared tier meanwhile. The fill reads
 what is there, and asks the tier for the rest, a little later each time. It gives up when the engine could have computed the tokens.
 
 A turn of the loop plans one fill, reserves one batch, or begins to read one: other requests are answered between.
 
-Fills need a bound, or waiting requests would evict what others are about to load. Counted are the bytes of fills under way, and
-of fills whose request has not loaded them yet. They are at most an eighth of L1, or 256 MiB if that is more, but never more than
-three quarters of L1. A fill that finds no room waits for its turn, and fills that have room overtake it for half of its time. A
-fill that never fits is cut to the greatest hit that does.
+A fill that finds no room waits for its turn, and fills that have room overtake it for half of its time. A fill that never fits is
+cut to the greatest hit that does.
 
-Owns: the fills under way and those that wait for room, the bound on the memory of both, and the one reply of each. Refuses to
-know: how a tier reads (`l2`), which probes are waited for (`probes`), which hit is the greatest and whether it is worth reading
-(`presence`), the reply's content (`lookups`).
+Owns: the fills under way and those that wait for room, and the one reply of each. Refuses to know: how much room there is
+(`fill_room`), which tier is read (`fill_reads`), which probes are waited for (`probes`), which hit is the greatest and whether it
+is worth reading (`presence`), the reply's content (`lookups`).
 """
 
 from __future__ import annotations
@@ -29,15 +27,13 @@ from __future__ import annotations
 import math
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from kvserver.cache import Cache, Chunk
 from kvserver.engines import Counts, Instance, Respond
 from kvserver.events import Bus, ChunksStored, publish_evicted
-from kvserver.l2 import ObjectName, TierEnd, TierOutcome
 from kvserver.protocol import KEY_BYTES, AwaitFill, Durability, Lookup
 from kvserver.tiering.fill import (
-    BATCH,
     LONGEST_ASK_NS,
     Answer,
     Fill,
@@ -50,24 +46,15 @@ from kvserver.tiering.fill import (
     bytes_of,
     is_filling,
 )
+from kvserver.tiering.fill_reads import FillReads
+from kvserver.tiering.fill_room import FillRoom
 from kvserver.tiering.presence import Attainable, MissingObjects, Presence, keys_of, most_within
 from kvserver.tiering.probes import Probes
-from kvserver.tiering.rates import MOST_READS, ReadRates
+from kvserver.tiering.rates import ReadRates
 from kvserver.tiering.tiers import Tiers
 
 MOST_FILLS = 1024  # under way and waiting
 _MOST_PROMISED = 64  # fills that ask the tiers again and again; the others ask once
-_MIB = 1 << 20
-
-
-def memory_bound(l1_bytes: int) -> int:
-    """Bytes that fills may occupy before their requests have loaded them.
-
-    - L1 of 2 GiB or more: an eighth of it.
-    - L1 of 341 MiB or less: three quarters. It is a window on L2, where a single prompt must fit.
-    - Between the two: 256 MiB.
-    """
-    return max(l1_bytes // 8, min(l1_bytes // 4 * 3, 256 * _MIB))
 
 
 class Fills:
@@ -88,27 +75,15 @@ class Fills:
         self._bus = bus
         self._lease_seconds, self._clock = lease_seconds, clock
         self._fills: OrderedDict[Owner, Fill] = OrderedDict()  # the first that has not begun is the next to begin
-        self._filled: OrderedDict[Owner, Filled] = OrderedDict()  # by request, the oldest first
-        self._bound = memory_bound(cache.pool.pages * cache.pool.page_bytes)
+        self.room = FillRoom(cache.pool.pages * cache.pool.page_bytes, self._fills, clock)
+        self.loaded, self.tick = self.room.loaded, self.room.tick
+        self._reads = FillReads(tiers, rates, self._batch_ended, clock)
         self._open_batches = 0
 
     @property
     def open(self) -> int:
         """Fills without a reply, and batches whose reads have not ended."""
         return len(self._fills) + self._open_batches
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes that count for the bound."""
-        return sum(each.bytes for each in self._counted())
-
-    @property
-    def _prefetched_bytes(self) -> int:
-        return sum(each.bytes for each in self._counted() if each.give_up is not None)
-
-    def _counted(self) -> Iterator[Fill | Filled]:
-        yield from self._filled.values()
-        yield from (fill for fill in self._fills.values() if fill.began)
 
     @property
     def next_due_ns(self) -> int | None:
@@ -160,7 +135,7 @@ class Fills:
     def _plan(self, fill: Fill) -> None:
         """Queue what is to be read; answer at once if that is nothing, or would take longer than to compute it."""
         fill.planned = True
-        found = self._fitting(fill, self._bound_of(fill))
+        found = self._fitting(fill, self.room.bound_of(fill))
         if found is None or not found.missing:  # nothing, or what has come to L1 meanwhile
             if not self._asks_again(fill):
                 self._finish(fill)
@@ -210,49 +185,19 @@ class Fills:
             fill.clipped = True
             most = most_within(bound, found, fill.worker.spec.object_groups, fill.coverages)
 
-    def _bound_of(self, fill: Fill) -> int:
-        if (
-            fill.began
-        ):  # it has read what was there of a promise, or waited for others: the rest needs room beside all that counts
-            return max(0, self._bound - self.used_bytes + fill.bytes - fill.brought_bytes)
-        if fill.give_up is None:
-            return self._bound
-        planned = [each for each in self._fills.values() if not (each.began or each is fill)]
-        return self._bound // 2 - self._prefetched_bytes - sum(each.bytes for each in planned if each.give_up)
-
     def _queue(self, fill: Fill, found: Attainable) -> None:
         fill.chunks, fill.todo = found.chunks, deque(batches(found.missing))
         fill.bytes = fill.brought_bytes + bytes_of(found)
-        self._unqueue(fill)
-        fill.queued = [part.bytes for part in found.reads]
-        for tier, size in enumerate(fill.queued):
-            self._rates.queue(tier, size)
-
-    def _unqueue(self, fill: Fill) -> None:
-        for tier, size in enumerate(fill.queued):
-            self._rates.queue(tier, -size)
-        fill.queued = []
+        self._reads.queue(fill, found)
 
     def end(self, owner: Owner) -> int:
         """The request ended: nothing more is read for it. Returns the tokens that were read for it."""
         if (fill := self._fills.get(owner)) is not None:
             self._finish(fill)
-        filled = self._filled.pop(owner, None)
-        return filled.tokens if filled is not None else 0
-
-    def loaded(self, owner: Owner) -> None:
-        """The request has begun to load: what was read for it no longer counts for the bound."""
-        if (filled := self._filled.get(owner)) is not None:
-            filled.bytes = 0
-
-    def tick(self) -> None:
-        """Stop counting bytes that were read for requests that never ended, once their leases have ended."""
-        now = self._clock()
-        for owner in [owner for owner, filled in self._filled.items() if filled.deadline <= now]:
-            del self._filled[owner]
+        return self.room.pop(owner)
 
     def end_of_instance(self, instance_id: str) -> None:
-        for owner in [owner for owner in (*self._fills, *self._filled) if owner[0] == instance_id]:
+        for owner in [owner for owner in (*self._fills, *self.room.filled) if owner[0] == instance_id]:
             self.end(owner)
 
     def clear(self, base: bytes) -> None:
@@ -289,7 +234,7 @@ class Fills:
                 fill.began = True
                 self._reserve_batch(fill, fill.todo.popleft())
             case Work.READ, fill:
-                self._begin_batch(fill, fill.reserved.popleft())
+                self._reads.begin(fill, fill.reserved.popleft())
         return True
 
     def _next(self, now_ns: int) -> tuple[Work, Fill] | None:
@@ -302,25 +247,13 @@ class Fills:
         for fill in fills:
             if fill.probes or fill.asks_at_ns:
                 continue
-            if not fill.began and not (may_overtake and self._make_room(fill)):
+            if not fill.began and not (may_overtake and self.room.make_for(fill)):
                 may_overtake = may_overtake and now_ns < fill.overtaken_until_ns  # else it might never have room
             elif fill.todo:
                 return Work.RESERVE, fill
-            elif fill.reserved and self._has_room(fill, fill.reserved[0]):
+            elif fill.reserved and self._reads.has_room(fill, fill.reserved[0]):
                 return Work.READ, fill
         return None
-
-    def _make_room(self, fill: Fill) -> bool:
-        """True if it may begin beside the others. Prefetches are given up for a request, the oldest first."""
-        used = self.used_bytes
-        if not used or used + fill.bytes <= self._bound:
-            return True
-        of_requests = used - self._prefetched_bytes
-        if fill.give_up is not None or (of_requests and of_requests + fill.bytes > self._bound):
-            return False
-        while (used := self.used_bytes) > of_requests and used + fill.bytes > self._bound:
-            next(each.give_up for each in self._counted() if each.give_up is not None)()
-        return True
 
     def _reserve_batch(self, fill: Fill, missing: MissingObjects) -> None:
         coverage = fill.coverages[missing.group]
@@ -359,58 +292,7 @@ class Fills:
             self._cache.finish_store(fill.reserved.popleft().plan, copied=False)
             self._open_batches -= 1
 
-    # ---- reading ------------------------------------------------------------------------------
-
-    def _has_room(self, fill: Fill, batch: FillBatch) -> bool:
-        """True if no object of the batch would have to wait for a read of another one."""
-        group, keys = batch.coverage.group, b"".join([chunk.key for chunk in batch.plan.chunks])
-        known = free = 0
-        for tier, bits in enumerate(self._tiers.present(fill.namespace, group, keys, fill.durability)):
-            known |= bits
-            free |= bits if self._rates.open(tier) < MOST_READS else 0
-        return known == free
-
-    def _begin_batch(self, fill: Fill, batch: FillBatch) -> None:
-        fill.reading.append(batch)
-        for place in range(len(batch.plan.chunks)):
-            self._read(fill, batch, place, -1)
-        if not batch.reads:
-            self._batch_ended(fill, batch)
-
-    def _read(self, fill: Fill, batch: FillBatch, place: int, after: int) -> None:
-        """Read the object from the first tier after tier number `after` that holds it, or count it as failed."""
-        chunk, group = batch.plan.chunks[place], batch.coverage.group
-        bits = list(self._tiers.present(fill.namespace, group, chunk.key, fill.durability))
-        usable = (
-            number
-            for number in range(after + 1, len(bits))
-            if bits[number] and self._rates.open(number) < MOST_READS + BATCH
-        )
-        tier = next(usable, None)
-        if tier is None or chunk.detached:
-            batch.failed.add(place)
-            return
-
-        def ended(end: TierEnd) -> None:
-            done = end.outcome is TierOutcome.DONE
-            self._rates.ended(tier, began, batch.coverage.bytes if done else 0)
-            if fill.queued:
-                less = min(fill.queued[tier], batch.coverage.bytes)
-                fill.queued[tier] -= less
-                self._rates.queue(tier, -less)
-            del batch.reads[place]
-            if not done:
-                if fill.ended:
-                    batch.failed.add(place)
-                else:
-                    self._read(fill, batch, place, tier)
-            if not batch.reads:
-                self._batch_ended(fill, batch)
-
-        name = ObjectName(fill.namespace, group, chunk.key)
-        ticket = self._tiers.get(tier, name, batch.coverage.memory_of(chunk), fill.read_due_ns(self._clock()), ended)
-        batch.reads[place] = (tier, ticket)
-        began = self._rates.begun(tier)
+    # ---- ends of reads ------------------------------------------------------------------------
 
     def _batch_ended(self, fill: Fill, batch: FillBatch) -> None:
         plan = batch.plan
@@ -467,15 +349,12 @@ class Fills:
         del self._fills[fill.owner]
         fill.todo.clear()
         self._release(fill)
-        self._unqueue(fill)
-        for batch in list(fill.reading):
-            for tier, ticket in list(batch.reads.values()):
-                self._tiers.cancel(tier, ticket)
+        self._reads.unqueue(fill)
+        self._reads.cancel(fill)
         now = self._clock()
         if fill.began:
             deadline = now + self._lease_seconds if fill.give_up is None else math.inf  # a prefetch is always ended
-            self._filled[fill.owner] = Filled(fill.bytes, fill.tokens, deadline, fill.give_up)
-            self._filled.move_to_end(fill.owner)
+            self.room.keep(fill.owner, Filled(fill.bytes, fill.tokens, deadline, fill.give_up))
         if fill.planned_at:
             fill.counts.fill_seconds += now - fill.planned_at
         if fill.expected_seconds is not None and not fill.promised and now - fill.planned_at > fill.expected_seconds:

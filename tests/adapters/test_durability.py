@@ -169,19 +169,15 @@ def test_what_wrote_the_kv_is_in_its_name(
 @pytest.fixture
 def daemon(make_daemon: Callable[..., Daemon], tmp_path: Path) -> Daemon:
     found = make_daemon(l2=f"file://{tmp_path}/l2?size=64MiB")
-    wait_until(lambda: found.status()["l2"][0]["state"] == "ready")
+    found.wait_for_tiers()
     return found
 
 
 def written(daemon: Daemon, objects: int) -> None:
     """So many objects are on the disk, and no more: those of before would have been written first."""
 
-    def tier() -> dict[str, Any]:
-        (found,) = daemon.status()["l2"]
-        return found
-
-    wait_until(lambda: tier()["written_objects"] >= objects and not tier()["queue_objects"])
-    assert (tier()["written_objects"], tier()["objects"]) == (objects, objects)
+    wait_until(lambda: daemon.tier()["written_objects"] >= objects and not daemon.tier()["queue_objects"])
+    assert (daemon.tier()["written_objects"], daemon.tier()["objects"]) == (objects, objects)
 
 
 def test_an_engine_whose_weights_change_fifty_times_writes_nothing(daemon: Daemon, make_engine: Any) -> None:

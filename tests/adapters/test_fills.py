@@ -39,7 +39,7 @@ def restart(daemon: Daemon) -> None:
     wait_until(written)
     daemon.terminate()
     daemon.start()
-    wait_until(lambda: daemon.status()["l2"][0]["state"] == "ready")
+    daemon.wait_for_tiers()
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -104,7 +104,7 @@ def stored(stoppable: Stoppable, make_engine: MakeEngine, tokens: list[int], **o
     engine.generate("cold", tokens)
     engine.close()
     wait_until(lambda: len(stoppable.tier.objects) >= len(tokens) // CHUNK)
-    stoppable.running.server.call(stoppable.running.parts.cache.clear_namespaces).result(10)
+    stoppable.running.call(stoppable.running.parts.cache.clear_namespaces)
     stoppable.tier.stopped = True
 
 
@@ -151,7 +151,7 @@ def test_an_engine_that_has_a_prompt_itself_awaits_no_fill(stoppable: Stoppable,
     assert half is not None
     engine.generate("cold", tokens)
     wait_until(lambda: len(stoppable.tier.objects) == 3)
-    stoppable.running.server.call(stoppable.running.parts.cache.clear_namespaces).result(10)
+    stoppable.running.call(stoppable.running.parts.cache.clear_namespaces)
     stoppable.tier.stopped = True
     runs = engine.add("runs", prompt(11, 20), count=500)
     engine.run(until=lambda: bool(runs.tokens))
@@ -185,11 +185,7 @@ def test_a_request_that_ends_while_it_waits_leaves_nothing(stoppable: Stoppable,
     stoppable.tier.release()
     engine.close()
     parts = stoppable.running.parts
-    wait_until(
-        lambda: stoppable.running.server.call(lambda: parts.storage.fills.open == parts.cache.space.pins == 0).result(
-            10
-        )
-    )
+    wait_until(lambda: stoppable.running.call(lambda: parts.storage.fills.open == parts.cache.space.pins == 0))
 
 
 def test_requests_compute_though_the_daemon_never_answers_their_fills(

@@ -58,10 +58,10 @@ def placed(engine: Engine) -> int:
 
 def restart(daemon: Daemon) -> None:
     """L1 is empty then, L2 is not."""
-    wait_until(lambda: (tier := daemon.status()["l2"][0])["objects"] > 0 and not tier["queue_objects"])
+    wait_until(lambda: (tier := daemon.tier())["objects"] > 0 and not tier["queue_objects"])
     daemon.terminate()
     daemon.start()
-    wait_until(lambda: daemon.status()["l2"][0]["state"] == "ready")
+    daemon.wait_for_tiers()
 
 
 def prompt_tokens(daemon: Daemon, engine: Engine) -> dict[str, int]:

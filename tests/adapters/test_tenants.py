@@ -115,7 +115,7 @@ def test_two_tenants_share_a_prefix_and_two_salts_do_not_in_l1_and_in_l2(
     for salt in (None, "mine"):
         assert ask(engine, f"cold {salt}", tenant="a", salt=salt) == 0
     engine.close()
-    wait_until(lambda: daemon.status()["l2"][0]["objects"] == 6, 60, "6 objects in L2")
+    wait_until(lambda: daemon.tier()["objects"] == 6, 60, "6 objects in L2")
     for tier in ("l1", "l2"):
         for salt, shares in ((None, True), (f"unknown before {tier}", False), ("mine", True)):
             engine = make_engine(daemon, extra=extra)

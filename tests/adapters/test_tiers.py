@@ -50,7 +50,7 @@ def restart(daemon: Daemon) -> None:
     wait_until_written(daemon)
     daemon.terminate()
     daemon.start()
-    wait_until(lambda: all(tier["state"] == "ready" for tier in daemon.status()["l2"]))
+    daemon.wait_for_tiers()
 
 
 def test_lora_loads_from_l2_only_kv_of_its_own_files(
@@ -114,7 +114,7 @@ def test_every_model_is_served_with_every_choice_of_tiers(
         if which == "l2":
             daemon.flags["l1_size"] = "512KiB"
         daemon.start()
-        wait_until(lambda: all(tier["state"] == "ready" for tier in daemon.status()["l2"]))
+        daemon.wait_for_tiers()
     for name, (_, options) in MODELS.items():
         engine = make_engine(daemon, **options)
         assert engine.generate("again", prompt_of(name, which)).external == expected[name], name

@@ -134,10 +134,10 @@ def test_request_waits_for_l2_only_if_its_tiers_allow_it(
 ) -> None:
     daemon = make_daemon(l2=f"file://{tmp_path}/l2?size=64MiB")
     stored(daemon, make_engine)
-    wait_until(lambda: (tier := daemon.status()["l2"][0])["objects"] > 0 and not tier["queue_objects"])
+    wait_until(lambda: (tier := daemon.tier())["objects"] > 0 and not tier["queue_objects"])
     daemon.terminate()
     daemon.start()
-    wait_until(lambda: daemon.status()["l2"][0]["state"] == "ready")
+    daemon.wait_for_tiers()
     engine = make_engine(daemon)
     assert ask(engine, "memory", tiers=["l1"], no_store=True).external == 0
     assert engine.connector.scheduler.counters["fills"] == 0

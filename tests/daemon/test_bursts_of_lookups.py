@@ -127,7 +127,7 @@ def test_one_collection_of_garbage_looks_at_few_objects() -> None:
         with running_server(Devices(device)) as running, Worker(running.endpoint) as worker:
             stored = make_keys(CHUNKS)
             worker.store(stored, worker.blocks_for(CHUNKS))
-            running.server.call(lambda: gc.collect(0)).result(10)
+            running.call(lambda: gc.collect(0))
             gc.callbacks.append(note)
             for number in range(BURST):
                 worker.lookup(stored, f"r{number}")

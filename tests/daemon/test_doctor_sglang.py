@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 from support.daemon import Daemon
 from support.doctor import flags, rows
+from support.http_pages import page_servers, text_page
 from support.worker import Worker, make_keys
 
 from kvserver.cli import checks_engine
@@ -24,31 +23,8 @@ OTHERS = {"page_size": 64, "attention_backend": "fa3", "version": "0.5.23", "api
 @pytest.fixture
 def serve() -> Iterator[Serve]:
     """Serve a body as /server_info, without /metrics, as SGLang does without --enable-metrics; the address."""
-    servers: list[ThreadingHTTPServer] = []
-
-    def start(body: Any) -> str:
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                known = self.path == "/server_info"
-                raw = json.dumps(body).encode() if known else b"{}"
-                self.send_response(200 if known else 404)
-                self.send_header("content-length", str(len(raw)))
-                self.end_headers()
-                self.wfile.write(raw)
-
-            def log_message(self, *_: object) -> None:
-                return
-
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        server.daemon_threads = True
-        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-        servers.append(server)
-        return f"http://127.0.0.1:{server.server_port}"
-
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+    with page_servers() as start:
+        yield lambda body: start(text_page(json.dumps(body), "/server_info"))
 
 
 def info(**extra: str) -> dict[str, Any]:

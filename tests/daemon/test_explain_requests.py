@@ -7,7 +7,8 @@ import subprocess
 from typing import Any
 
 import pytest
-from support.daemon import KVSERVER, Daemon, wait_until
+from support import commands
+from support.daemon import Daemon, wait_until
 from support.explained import CHUNK, MakeDaemon, MakeWorker, explained, page, stored
 from support.registration import identity
 from support.worker import make_keys, packed
@@ -114,8 +115,7 @@ def test_a_bad_parameter_is_a_typed_400(module_daemon: Daemon, query: str) -> No
 
 
 def run(daemon: Daemon, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [KVSERVER, "explain", "--http-port", str(daemon.http_port), *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=20)
+    return commands.run("explain", "--http-port", str(daemon.http_port), *words)
 
 
 def test_the_command_begins_with_the_verdict_and_ends_with_what_to_do(

@@ -16,7 +16,7 @@ from support.kv_follower import Follower
 from support.kv_subscriber import Subscriber
 from support.worker import Worker
 
-from kvserver.protocol import AwaitFill, Clear, Cleared, KVEventsTaken, LookupReply
+from kvserver.protocol import Clear, Cleared, KVEventsTaken, LookupReply
 
 PER_CHUNK, CHUNKS = 4, 12
 Names = set[tuple[str, bytes]]  # medium and hash
@@ -58,12 +58,8 @@ class Scene:
         self.subscriber.close()
         self.daemon.close()
 
-    def tier(self) -> dict[str, Any]:
-        (found,) = self.daemon.status()["l2"]
-        return found
-
     def wait(self, holds: Any) -> None:
-        wait_until(lambda: holds(self.tier()))
+        wait_until(lambda: holds(self.daemon.tier()))
 
     # ---- what happens -------------------------------------------------------------------------
 
@@ -75,9 +71,7 @@ class Scene:
             self.wait(lambda tier: not tier["queue_objects"])
 
     def fill(self, number: int, wait_ms: int = 5000) -> int:
-        return self.worker.ask(
-            AwaitFill(self.worker.lookup_message(prompt(number).keys), wait_ms), LookupReply
-        ).hit_chunks
+        return self.worker.fill(prompt(number).keys, wait_ms=wait_ms)
 
     def clear(self) -> None:
         self.worker.ask(Clear(), Cleared)
@@ -202,14 +196,14 @@ def test_after_a_restart_matches_find_all_and_events_what_an_engine_describes(
 def test_what_the_tier_evicts_is_removed(tmp_path: Path) -> None:
     with running(tmp_path, size="2MiB", l1_size="1MiB") as scene:
         scene.store(*range(20))
-        assert scene.tier()["evictions"]
+        assert scene.daemon.tier()["evictions"]
         hits = scene.matches(*range(20))
         assert (0, 0) in hits
         assert (0, 48) in hits
         resident = names("STORAGE", *[number for number, (_, filled) in enumerate(hits) if filled == 48])
         snapshot = scene.snapshot()
         assert resident <= snapshot
-        assert sum(medium == "STORAGE" for medium, _ in snapshot) == PER_CHUNK * scene.tier()["objects"]
+        assert sum(medium == "STORAGE" for medium, _ in snapshot) == PER_CHUNK * scene.daemon.tier()["objects"]
         scene.announced(snapshot)
 
 
@@ -225,7 +219,7 @@ def test_a_corrupt_object_is_removed_once_it_was_read(tmp_path: Path) -> None:
         scene.start()
         assert scene.matches(1) == [(0, 48)]
         assert 0 <= scene.fill(1) < CHUNKS
-        assert scene.tier()["corrupt"] >= 1
+        assert scene.daemon.tier()["corrupt"] >= 1
         ((in_l1, filled),) = scene.matches(1)
         assert in_l1 == filled < 48
 

@@ -27,11 +27,6 @@ def tiers(daemon: Daemon) -> list[dict[str, Any]]:
     return found
 
 
-def until_ready(daemon: Daemon) -> Daemon:
-    wait_until(lambda: all(tier["state"] == "ready" for tier in tiers(daemon)), what="the tiers are ready")
-    return daemon
-
-
 def written(daemon: Daemon, objects: int) -> None:
     wait_until(lambda: all(t["written_objects"] >= objects and not t["queue_objects"] for t in tiers(daemon)), 30)
 
@@ -55,25 +50,18 @@ def store(worker: Worker, keys: list[bytes], **changes: Any) -> list[bytes]:
     return content
 
 
-def load(worker: Worker, keys: list[bytes]) -> list[bytes]:
-    blocks = worker.blocks_for(len(keys))
-    worker.memory.fill()
-    worker.load(keys, blocks)
-    return worker.memory.blocks(blocks)
-
-
 @contextlib.contextmanager
 def daemon_on(*urls: str) -> Iterator[Daemon]:
     daemon = Daemon(l2=list(urls), l1_size="16MiB")
     try:
-        yield until_ready(daemon.start())
+        yield daemon.start().wait_for_tiers()
     finally:
         daemon.close()
 
 
 def restart(daemon: Daemon) -> None:
     daemon.terminate()
-    until_ready(daemon.start())
+    daemon.start().wait_for_tiers()
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +98,7 @@ def test_what_was_cleared_while_it_was_written_and_read_does_not_come_back_after
             assert tiers(daemon)[0]["queue_objects"] > 0, "the test needs a queue"
             worker.ask(Clear(), Cleared)
             daemon.kill()
-        until_ready(daemon.start())
+        daemon.start().wait_for_tiers()
         with Worker(daemon.endpoint) as worker:
             assert [fill(worker, keys) for keys in (old, *new)] == [0] * 5
             kept = make_keys(3)
@@ -120,7 +108,7 @@ def test_what_was_cleared_while_it_was_written_and_read_does_not_come_back_after
             with daemon_on(shared_url) as other, Worker(other.endpoint) as worker:
                 assert [fill(worker, keys) for keys in (old, *new)] == [0] * 5
                 assert fill(worker, kept) == 3
-                assert load(worker, kept) == content
+                assert worker.loaded(kept) == content
 
 
 # ---- ends ---------------------------------------------------------------------------------------
@@ -137,13 +125,13 @@ def test_a_stop_with_a_long_queue_ends_in_time_and_what_was_written_is_right(tmp
         assert daemon.terminate() == 0
         assert time.monotonic() - began < 20, "it waits 5 s for its tiers"
         assert "objects were not written to L2 within 5 s" in daemon.log
-        until_ready(daemon.start())
+        daemon.start().wait_for_tiers()
         with Worker(daemon.endpoint) as worker:
             found = [fill(worker, keys) for keys in prompts]
             assert 0 < sum(found) < 8 * 12
             for keys, content, hit in zip(prompts, contents, found, strict=True):
                 if hit:
-                    assert load(worker, keys[:hit]) == content[: len(content) // 12 * hit]
+                    assert worker.loaded(keys[:hit]) == content[: len(content) // 12 * hit]
         assert tiers(daemon)[0]["corrupt"] == 0
 
 
@@ -207,7 +195,7 @@ def test_a_record_of_another_name_is_a_counted_miss(of: str, tmp_path: Path) -> 
                 written(daemon, 3)
         daemon.terminate()
         before = path.read_bytes()
-        until_ready(daemon.start())
+        daemon.start().wait_for_tiers()
         if of == "an earlier generation":
             with Worker(daemon.endpoint) as one:
                 one.ask(Clear(), Cleared)
@@ -228,7 +216,7 @@ def test_a_record_of_another_name_is_a_counted_miss(of: str, tmp_path: Path) -> 
             assert moved != after[at : at + length], "the test would change nothing"
             after[at : at + length] = moved
         path.write_bytes(bytes(after))
-        until_ready(daemon.start())
+        daemon.start().wait_for_tiers()
         with Worker(daemon.endpoint) as one:
             assert fill(one, keys) == 0
             wait_until(lambda: tiers(daemon)[0]["corrupt"] == 3)
@@ -236,4 +224,4 @@ def test_a_record_of_another_name_is_a_counted_miss(of: str, tmp_path: Path) -> 
             restart(daemon)
         with Worker(daemon.endpoint) as one:
             assert fill(one, keys) == 3
-            assert load(one, keys) == content
+            assert one.loaded(keys) == content

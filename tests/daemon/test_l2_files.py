@@ -16,7 +16,7 @@ from support.daemon import Daemon, wait_until
 from support.worker import Worker, make_keys, wire_form
 
 from kvserver.cli import status as cli_status
-from kvserver.protocol import AwaitFill, Clear, Cleared, Durability, LookupReply, Store, Stored
+from kvserver.protocol import Clear, Cleared, Durability, LookupReply, Store, Stored
 from kvserver.protocol.status import DaemonStatus
 
 KEYS = make_keys(12, "files")
@@ -27,24 +27,14 @@ def daemon_with(folder: Path, parameters: str = "", size: str = "64MiB", **flags
     daemon = Daemon(l2=f"file://{folder}?size={size}{parameters}", l1_size="8MiB", **flags)
     try:
         daemon.start()
-        tier(daemon, "ready")
+        daemon.wait_for_tiers()
         yield daemon
     finally:
         daemon.close()
 
 
-def tier(daemon: Daemon, state: str = "") -> dict[str, Any]:
-    """The tier in /status, in this state if one is given."""
-
-    def read() -> dict[str, Any] | None:
-        (found,) = daemon.status()["l2"]
-        return found if state in ("", found["state"]) else None
-
-    return wait_until(read, what=f"the tier is {state}")
-
-
 def written(daemon: Daemon, objects: int) -> None:
-    wait_until(lambda: (found := tier(daemon))["objects"] >= objects and not found["queue_objects"])
+    wait_until(lambda: (found := daemon.tier())["objects"] >= objects and not found["queue_objects"])
 
 
 def explained(daemon: Daemon, request_id: str) -> tuple[str, dict[str, int]] | None:
@@ -56,22 +46,11 @@ def explained(daemon: Daemon, request_id: str) -> tuple[str, dict[str, int]] | N
     return request["outcome"], {source: request["tokens"][source] for source in ("l0", "l1", "l2", "computed")}
 
 
-def fill(worker: Worker, keys: list[bytes] = KEYS, wait_ms: int = 5000) -> int:
-    return worker.ask(AwaitFill(worker.lookup_message(keys), wait_ms), LookupReply).hit_chunks
-
-
 def store(worker: Worker) -> list[bytes]:
     blocks = worker.blocks_for(len(KEYS))
     content = worker.memory.blocks(blocks)
     worker.store(KEYS, blocks)
     return content
-
-
-def load(worker: Worker, keys: list[bytes]) -> list[bytes]:
-    blocks = worker.blocks_for(len(keys))
-    worker.memory.fill()
-    worker.load(keys, blocks)
-    return worker.memory.blocks(blocks)
 
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
@@ -82,13 +61,13 @@ def test_what_was_written_comes_back_after_the_daemons_end(tmp_path: Path, end: 
             written(daemon, len(KEYS))
         (daemon.terminate if end == signal.SIGTERM else daemon.kill)()
         daemon.start()
-        tier(daemon, "ready")
+        daemon.wait_for_tiers()
         with Worker(daemon.endpoint) as worker:
             assert worker.lookup(KEYS) == 0
-            assert fill(worker) == len(KEYS)
-            assert load(worker, KEYS) == content
+            assert worker.fill(KEYS) == len(KEYS)
+            assert worker.loaded(KEYS) == content
         with Worker(daemon.endpoint, layout="other") as other:
-            assert fill(other) == 0, "another namespace"
+            assert other.fill(KEYS) == 0, "another namespace"
 
 
 def test_what_was_read_for_a_request_counts_as_of_l2(tmp_path: Path) -> None:
@@ -99,11 +78,11 @@ def test_what_was_read_for_a_request_counts_as_of_l2(tmp_path: Path) -> None:
             written(daemon, len(KEYS))
         daemon.terminate()
         daemon.start()
-        tier(daemon, "ready")
+        daemon.wait_for_tiers()
         with Worker(daemon.endpoint) as worker:
             assert worker.lookup(KEYS) == 0
-            assert fill(worker) == len(KEYS)
-            load(worker, KEYS)
+            assert worker.fill(KEYS) == len(KEYS)
+            worker.loaded(KEYS)
             tokens = len(KEYS) * daemon.status()["instances"][0]["chunk_tokens"]
             worker.end_request("r", prompt_tokens=tokens + 9, loaded_tokens=tokens, loads=1)
             expected = {"l0": 0, "l1": 0, "l2": tokens, "computed": 9}
@@ -127,12 +106,12 @@ def test_a_damaged_object_is_a_counted_miss(tmp_path: Path) -> None:
         with data.open("r+b") as file:
             file.write(raw)
         daemon.start()
-        tier(daemon, "ready")
+        daemon.wait_for_tiers()
         with Worker(daemon.endpoint) as worker:
-            found = fill(worker)
+            found = worker.fill(KEYS)
             assert found == len(KEYS) // 2
-            assert load(worker, KEYS[:found]) == content[: len(content) // 2]
-        assert tier(daemon)["corrupt"] == 1
+            assert worker.loaded(KEYS[:found]) == content[: len(content) // 2]
+        assert daemon.tier()["corrupt"] == 1
 
 
 def test_cleared_chunks_are_not_found_after_a_restart(tmp_path: Path) -> None:
@@ -143,9 +122,9 @@ def test_cleared_chunks_are_not_found_after_a_restart(tmp_path: Path) -> None:
             assert worker.ask(Clear(), Cleared).chunks == len(KEYS)
         daemon.kill()
         daemon.start()
-        tier(daemon, "ready")
+        daemon.wait_for_tiers()
         with Worker(daemon.endpoint) as worker:
-            assert fill(worker) == 0
+            assert worker.fill(KEYS) == 0
 
 
 def test_prompts_beyond_the_size_of_l1_are_found(tmp_path: Path) -> None:
@@ -161,8 +140,8 @@ def test_prompts_beyond_the_size_of_l1_are_found(tmp_path: Path) -> None:
             written(daemon, 12 * (number + 1))
         assert daemon.status()["l1"]["evictions"] >= 0
         for keys, content in zip(prompts, contents, strict=True):
-            assert fill(worker, keys) == 12
-            assert load(worker, keys) == content
+            assert worker.fill(keys) == 12
+            assert worker.loaded(keys) == content
 
 
 def test_a_second_daemon_on_the_folder_is_refused(tmp_path: Path) -> None:
@@ -185,9 +164,9 @@ def test_what_the_engine_computes_sooner_is_not_read_and_the_daemon_shows_why(tm
             written(daemon, len(KEYS) + 6)
         daemon.terminate()
         daemon.start()
-        tier(daemon, "ready")
+        daemon.wait_for_tiers()
         with Worker(daemon.endpoint) as worker:
-            assert fill(worker, measured) == 6
+            assert worker.fill(measured) == 6
             worker.end_request("r", prefill_tokens_per_second=1e11)
             wait_until(lambda: daemon.status()["instances"][0]["prefill_tokens_per_second"])
             assert worker.ask(worker.lookup_message(KEYS, "late"), LookupReply) == LookupReply(0)
@@ -196,7 +175,7 @@ def test_what_the_engine_computes_sooner_is_not_read_and_the_daemon_shows_why(tm
             requests = status["instances"][0]["requests"]
             assert (requests["fills"], requests["fills_not_begun"]) == (1, 1)
             assert requests["missed_tokens"]["slow_l2"] == tokens
-            assert tier(daemon)["read_bytes_per_second"] > 0
+            assert daemon.tier()["read_bytes_per_second"] > 0
             metrics = daemon.http("/metrics")[1]
             named = f'instance_id="{worker.instance_id}",model_name="{worker.model_name}"'
             assert f'kvserver_lookup_missed_tokens_total{{{named},reason="slow_l2"}} {tokens}' in metrics
@@ -216,7 +195,7 @@ def test_kv_that_only_its_process_can_find_is_not_written_to_disk(tmp_path: Path
             assert worker.lookup(keys, variant=f"epoch-{epoch}", durability=Durability.PROCESS) == 2
         store(worker)
         written(daemon, len(KEYS))
-        found = tier(daemon)
+        found = daemon.tier()
         assert (found["written_objects"], found["objects"]) == (len(KEYS), len(KEYS))
 
 
@@ -232,7 +211,7 @@ def test_an_engine_of_before_durability_was_stated_writes_nothing(tmp_path: Path
         worker.ask(old, Stored)
         store(worker)
         written(daemon, len(KEYS))
-        assert tier(daemon)["written_objects"] == len(KEYS)
+        assert daemon.tier()["written_objects"] == len(KEYS)
 
 
 def test_a_prompt_that_is_always_found_in_l1_stays_in_a_full_tier(tmp_path: Path) -> None:
@@ -246,11 +225,11 @@ def test_a_prompt_that_is_always_found_in_l1_stays_in_a_full_tier(tmp_path: Path
                 keys = make_keys(12)
                 worker.store(keys, worker.blocks_for(12))
                 assert worker.lookup(hot) == 6
-                wait_until(lambda: not tier(daemon)["queue_objects"])
+                wait_until(lambda: not daemon.tier()["queue_objects"])
                 time.sleep(0.2)  # its age is kept by the second, and a real tier fills more slowly
-                evicted = tier(daemon)["evictions"]
+                evicted = daemon.tier()["evictions"]
         daemon.terminate()
         daemon.start()
-        tier(daemon, "ready")
+        daemon.wait_for_tiers()
         with Worker(daemon.endpoint) as worker:
-            assert fill(worker, hot) == 6
+            assert worker.fill(hot) == 6

@@ -8,11 +8,11 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
-from support.daemon import Daemon, wait_until
+from support.daemon import Daemon
 from support.memory import awkward
 from support.worker import Worker, make_keys
 
-from kvserver.protocol import AwaitFill, LookupReply, Retrieved
+from kvserver.protocol import AwaitFill
 
 PROMPTS, CHUNKS = 12, 5
 Versions = defaultdict[bytes, list[bytes]]  # by key, what was stored under it
@@ -30,10 +30,10 @@ class Killed:
     def run(self) -> None:
         """One daemon's time, from its start to its kill."""
         self.daemon.start()
-        wait_until(lambda: self.daemon.status()["l2"][0]["state"] == "ready")
+        self.daemon.wait_for_tiers()
         with Worker(self.daemon.endpoint, geometry=awkward(scale=8)) as worker:
             self._look(worker)
-            (tier,) = self.daemon.status()["l2"]
+            tier = self.daemon.tier()
             assert (tier["corrupt"], tier["errors"]) == (0, 0), "a killed process leaves whole records"
             assert tier["used_bytes"] <= tier["size_bytes"]
             self._write_until_killed(worker)
@@ -42,16 +42,9 @@ class Killed:
         """Read what earlier daemons wrote."""
         for prompt in self._dice.sample(range(PROMPTS), PROMPTS // 2):
             keys = make_keys(CHUNKS, prompt)
-            found = worker.ask(AwaitFill(worker.lookup_message(keys), 10_000), LookupReply).hit_chunks
-            self.counts["found"] += found
-            if found:
-                blocks = worker.blocks_for(found)
-                assert worker.load(keys[:found], blocks) == Retrieved(chunks=found)
-                content = b"".join(worker.memory.blocks(blocks))
-                for place, key in enumerate(keys[:found]):
-                    chunk = content[place * worker.chunk_bytes : (place + 1) * worker.chunk_bytes]
-                    assert chunk in self._versions[key], "WRONG BYTES"
-            worker.end_request()
+            for key, chunk in zip(keys, worker.found_in_l2(keys), strict=False):
+                assert chunk in self._versions[key], "WRONG BYTES"
+                self.counts["found"] += 1
         self.daemon.wait_for_accounting(tickets=0, pins=0, leases=0)
         self.daemon.audit()
 
@@ -59,12 +52,12 @@ class Killed:
         """Stores of the same blocks under many keys, and fills; nothing waits for a reply."""
         worker.memory.fill()
         blocks = worker.blocks_for(CHUNKS, first=1 + CHUNKS * worker.chunk_blocks)
-        content = b"".join(worker.memory.blocks(blocks))
+        chunks = worker.chunks_in(blocks)
         end = time.monotonic() + self._dice.uniform(0.0, 0.15)
         while time.monotonic() < end:
             keys = make_keys(CHUNKS, self._dice.randrange(PROMPTS))
-            for place, key in enumerate(keys):
-                self._versions[key].append(content[place * worker.chunk_bytes : (place + 1) * worker.chunk_bytes])
+            for key, chunk in zip(keys, chunks, strict=True):
+                self._versions[key].append(chunk)
             worker.begin_store(keys, blocks)
             worker.send(AwaitFill(worker.lookup_message(make_keys(CHUNKS, self._dice.randrange(PROMPTS))), 1000))
             time.sleep(self._dice.uniform(0.0, 0.01))

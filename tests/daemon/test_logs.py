@@ -79,7 +79,7 @@ def test_a_record_about_a_tier_names_it(make_daemon, tmp_path):
     daemon = make_daemon(log_format="json", l2=f"file://{tmp_path}/l2?size=16MiB")
     shutil.rmtree(tmp_path / "l2")
     record = wait_until(lambda: [line for line in lines(daemon) if "is unavailable" in line["message"]])[0]
-    assert (record["level"], record["tier"]) == ("error", daemon.status()["l2"][0]["name"])
+    assert (record["level"], record["tier"]) == ("error", daemon.tier()["name"])
 
 
 def test_a_change_of_state_is_one_line_and_a_request_none(make_daemon, make_worker):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.commands import run
 from support.daemon import KVSERVER, wait_until
 from support.ports import reserved_port
 from support.valkey import ValkeyStore
@@ -22,8 +23,7 @@ SMALL = ("--memory", "16MiB")
 
 
 def bench(*words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    command = [KVSERVER, "bench", *SMALL, *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | (env or {}))
+    return run("bench", *SMALL, *words, env=env, timeout=120)
 
 
 def report(*words: str, env: dict[str, str] | None = None) -> dict[str, Any]:
@@ -57,13 +57,13 @@ def test_a_folder_is_measured_beside_its_own_file_system_and_left_as_it_was(tmp_
     """Also where a running daemon has locked it."""
     url = f"file://{tmp_path}/tier?size=64MiB"
     daemon = make_daemon(l2=url)
-    wait_until(lambda: daemon.status()["l2"][0]["state"] == "ready")
+    daemon.wait_for_tiers()
     before = sorted(str(path) for path in tmp_path.rglob("*"))
     found = report("--only", "storage", env={"KVSERVER_L2": url})["measurements"]
     assert [one["what"].split(",")[0] for one in found] == ["put", "get"]
     assert all(one["value"] > 0 and "threads that write or read and hash" in one["ceiling"] for one in found)
     assert sorted(str(path) for path in tmp_path.rglob("*")) == before
-    assert daemon.status()["l2"][0]["state"] == "ready"
+    assert daemon.tier()["state"] == "ready"
 
 
 def test_a_shared_store_is_measured_and_what_was_written_is_deleted(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.commands import run
 from support.daemon import KVSERVER, Daemon
 from support.kv_chunks import Prompt
 from support.ports import reserved_port
@@ -32,10 +33,7 @@ def bundle(daemon: Daemon | None, to: Path, *words: str, port: int = 0, **env: s
     known = (
         ["--endpoint", daemon.endpoint, "--http-port", str(daemon.http_port)] if daemon else ["--http-port", str(port)]
     )
-    return subprocess.run(
-        [KVSERVER, "doctor", "--bundle", str(to), *known, *words],
-        capture_output=True, text=True, timeout=90, env=os.environ | env,
-    )  # fmt: skip
+    return run("doctor", "--bundle", str(to), *known, *words, env=env, timeout=90)
 
 
 def parts_of(path: Path) -> dict[str, str]:
@@ -259,6 +257,6 @@ def test_bundle_with_an_engine_is_refused(words, tmp_path):
 
 
 def test_help_of_doctor_has_an_example_of_a_bundle_and_the_exit_codes():
-    shown = subprocess.run([KVSERVER, "doctor", "--help"], capture_output=True, text=True, timeout=20).stdout
+    shown = run("doctor", "--help").stdout
     assert "kvserver doctor --bundle kvserver.tar.gz" in shown
     assert "exit codes: 0 no problem" in shown

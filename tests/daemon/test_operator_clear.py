@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import requests
-from support.daemon import KVSERVER, Daemon, wait_until
+from support.commands import run
+from support.daemon import Daemon, wait_until
 from support.ports import reserved_port
 from support.registration import identity
 from support.valkey import ValkeyStore
@@ -24,9 +25,8 @@ KEYS = make_keys(3, "clear")
 
 def clear(daemon: Daemon, *words: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """Without a terminal."""
-    command = [KVSERVER, "clear", "--http-port", str(daemon.http_port), *words]
     options = {"stdin": subprocess.DEVNULL, **options}
-    return subprocess.run(command, capture_output=True, text=True, timeout=30, **options)
+    return run("clear", "--http-port", str(daemon.http_port), *words, **options)
 
 
 def answered(daemon: Daemon, answer: str, *words: str) -> subprocess.CompletedProcess[str]:
@@ -162,23 +162,23 @@ def test_an_unknown_name_and_an_engine_that_waits_have_exit_codes_of_their_own(m
 
 def test_objects_of_files_are_counted_and_cleared_with_their_model_only(make_daemon, make_worker, tmp_path):
     daemon = make_daemon(l2=f"file://{tmp_path}/l2?size=16MiB")
-    wait_until(lambda: daemon.status()["l2"][0]["state"] == "ready", what="what is stored before is not written")
+    daemon.wait_for_tiers()  # what is stored before is not written
     one = make_worker(daemon, instance_id="a", model_name="m/one", identity=identity(model="one"))
     other = make_worker(daemon, instance_id="b", model_name="m/two", identity=identity(model="two"))
     stored(one, other)
-    wait_until(lambda: daemon.status()["l2"][0]["objects"] == 6, what="all is written")
+    wait_until(lambda: daemon.tier()["objects"] == 6, what="all is written")
     ended = clear(daemon, "--model", "m/one", "--yes", "--json")
     assert json.loads(ended.stdout)["l2"] == [{"name": "file", "kind": "file", "objects": 3, "shared": False}]
-    wait_until(lambda: daemon.status()["l2"][0]["objects"] == 3, what="the others are left")
+    wait_until(lambda: daemon.tier()["objects"] == 3, what="the others are left")
     assert [one.lookup(KEYS), other.lookup(KEYS)] == [0, 3]
     assert "3 objects in L2 file" in clear(daemon, "--yes").stdout
 
 
 def test_kv_that_only_l2_has_after_a_restart_is_not_passed_over_in_silence(make_daemon, make_worker, tmp_path):
     daemon = make_daemon(l2=f"file://{tmp_path}/l2?size=16MiB")
-    wait_until(lambda: daemon.status()["l2"][0]["state"] == "ready", what="what is stored before is not written")
+    daemon.wait_for_tiers()  # what is stored before is not written
     stored(make_worker(daemon, instance_id="a", model_name="m/one", identity=identity(model="one")))
-    wait_until(lambda: daemon.status()["l2"][0]["objects"] == 3, what="all is written")
+    wait_until(lambda: daemon.tier()["objects"] == 3, what="all is written")
     known = clear(daemon, "--model", "m/one", "--dry-run", "--json")
     assert json.loads(known.stdout)["unnamed_l2"] == []
     assert "L2" not in clear(daemon, "--model", "m/two", "--yes").stderr, (
@@ -186,7 +186,7 @@ def test_kv_that_only_l2_has_after_a_restart_is_not_passed_over_in_silence(make_
     )
     assert daemon.terminate() == 0
     daemon.start()
-    wait_until(lambda: daemon.status()["l2"][0]["objects"] == 3, what="the folder is open")
+    wait_until(lambda: daemon.tier()["objects"] == 3, what="the folder is open")
     ended = clear(daemon, "--model", "m/one", "--yes")
     assert (ended.returncode, ended.stdout) == (4, "")
     assert "L2 file may have KV of it, but keeps no names of models: start an engine of it first" in ended.stderr
@@ -204,7 +204,7 @@ def test_kv_that_only_l2_has_after_a_restart_is_not_passed_over_in_silence(make_
 def test_what_machines_share_is_cleared_only_if_that_is_agreed_to(make_daemon, make_worker, tmp_path):
     with contextlib.closing(ValkeyStore(tmp_path)) as valkey:
         daemon = make_daemon(l2=valkey.url_of("kvserver"))
-        wait_until(lambda: daemon.status()["l2"][0]["state"] == "ready")
+        daemon.wait_for_tiers()
         worker = make_worker(daemon, instance_id="a")
         stored(worker)
         for words in ([], ["--instance", "a"]):
@@ -242,15 +242,13 @@ def test_names_with_control_characters_are_shown_without_them(make_daemon, make_
 def test_without_a_daemon_the_exit_code_is_one():
     reservation, port = reserved_port()
     with reservation:
-        ended = subprocess.run(
-            [KVSERVER, "clear", "--yes", "--http-port", str(port)], capture_output=True, text=True, timeout=20
-        )
+        ended = run("clear", "--yes", "--http-port", str(port))
     assert (ended.returncode, ended.stdout) == (1, "")
     assert "no daemon answers" in ended.stderr
 
 
 def test_help_of_clear_has_an_example_and_the_exit_codes():
-    ended = subprocess.run([KVSERVER, "clear", "--help"], capture_output=True, text=True, timeout=20)
+    ended = run("clear", "--help")
     assert "kvserver clear --model" in ended.stdout
     assert "exit codes: 0 cleared" in ended.stdout
 

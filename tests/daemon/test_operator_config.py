@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import resource
-import subprocess
 import tempfile
 
 import pytest
-from support.daemon import KVSERVER
+from support.commands import run
 
 
 def test_config_shows_every_setting_with_its_value_and_where_it_came_from(make_daemon, tmp_path):
@@ -42,9 +41,7 @@ def test_a_daemon_that_is_refused_names_the_place_of_the_bad_value(make_daemon, 
         (["--config", str(file)], {}, f"--config file {file}: chunk-tokens"),
         ([], {"KVSERVER_CHUNK_TOKENS": "many"}, "the environment KVSERVER_CHUNK_TOKENS"),
     ):
-        ended = subprocess.run(
-            [KVSERVER, "serve", *words], capture_output=True, text=True, timeout=20, env=os.environ | environ
-        )
+        ended = run("serve", *words, env=environ)
         assert ended.returncode == 2
         assert ended.stderr == (
             f"kvserver: bad setting: --chunk-tokens 'many' (from {place}): write a whole number from 1 to 65536\n"
@@ -103,6 +100,4 @@ def short_folder():
 def serve(folder, *words, **options):
     """`kvserver serve` that is to be refused."""
     usual = ["--endpoint", f"ipc://{folder}/kv.sock", "--http-port", "0", "--l1-size", "64MiB"]
-    return subprocess.run(
-        [KVSERVER, "serve", *usual, *words], capture_output=True, text=True, timeout=20, cwd=folder, **options
-    )
+    return run("serve", *usual, *words, cwd=folder, **options)

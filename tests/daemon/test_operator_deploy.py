@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.commands import run
 from support.daemon import KVSERVER, Daemon, wait_until
 from support.mooncake import BINARIES as MOONCAKE
 from support.valkey import ValkeyStore
@@ -372,7 +373,7 @@ def test_a_daemon_that_lost_its_gpu_is_started_again(unit):
 
 
 def test_a_daemon_that_cannot_start_as_configured_is_not_started_again(unit):
-    ended = subprocess.run([KVSERVER, "serve", "--l1-size", "much"], capture_output=True, timeout=20)
+    ended = run("serve", "--l1-size", "much")
     assert str(ended.returncode) == unit["Service"]["RestartPreventExitStatus"]
 
 

@@ -11,6 +11,7 @@ import subprocess
 
 import pytest
 from msgspec.structs import replace
+from support.commands import run
 from support.daemon import KVSERVER, wait_until
 
 from kvserver.cli import status as cli_status
@@ -44,9 +45,7 @@ def watching(daemon, *words, stdout=subprocess.PIPE):
 
 
 def lines_of_table(daemon):
-    shown = subprocess.run(
-        [KVSERVER, "status", "--http-port", str(daemon.http_port)], capture_output=True, text=True, timeout=20
-    )
+    shown = run("status", "--http-port", str(daemon.http_port))
     assert (shown.returncode, shown.stderr) == (0, "")
     return shown.stdout.splitlines()
 
@@ -163,7 +162,7 @@ def test_a_watch_whose_reader_goes_away_ends_quietly(make_daemon):
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "soon", "nan"])
 def test_a_watch_of_no_sensible_interval_is_refused(seconds):
-    ended = subprocess.run([KVSERVER, "status", "--watch", seconds], capture_output=True, text=True, timeout=20)
+    ended = run("status", "--watch", seconds)
     assert ended.returncode == 2
     assert "--watch" in ended.stderr
 

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 
 import pytest
+from support import commands
 from support.daemon import KVSERVER, wait_until
 from support.ports import reserved_port
 from support.terminal import Terminal
@@ -33,8 +34,7 @@ def top() -> Iterator[Open]:
 
 def run(port: int, *words: str, **options: object) -> subprocess.CompletedProcess[str]:
     """Without a terminal."""
-    command = [KVSERVER, "top", "--http-port", str(port), *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=30, **options)  # type: ignore[call-overload, no-any-return]
+    return commands.run("top", "--http-port", str(port), *words, **options)
 
 
 def used(worker: Worker) -> None:
@@ -281,6 +281,6 @@ def test_an_interval_that_makes_no_sense_is_refused(seconds):
 
 
 def test_help_of_top_has_an_example_and_the_exit_codes():
-    shown = subprocess.run([KVSERVER, "top", "--help"], capture_output=True, text=True, timeout=20).stdout
+    shown = commands.run("top", "--help").stdout
     assert "kvserver top --once" in shown
     assert "exit codes: 0 ended by q" in shown

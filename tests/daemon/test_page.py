@@ -93,7 +93,7 @@ def busy(folder: Path) -> Iterator[Daemon]:
             )
         workers[0].lookup(make_keys(4))
         wait_until(lambda: sum(daemon.status()["totals"]["prompt_tokens"].values()) == 3000)
-        wait_until(lambda: (tier := daemon.status()["l2"][0])["objects"] and not tier["queue_objects"])
+        wait_until(lambda: (tier := daemon.tier())["objects"] and not tier["queue_objects"])
         yield daemon
     finally:
         for worker in workers:

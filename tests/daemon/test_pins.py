@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.daemon import KVSERVER, Daemon, wait_until
+from support.commands import run
+from support.daemon import Daemon, wait_until
 from support.kept_l1 import restart
 from support.pins import BLOCK, CHUNK_BLOCKS, KEYS, TOKENS, describe, hashes, pin, pins, post, press
 from support.worker import Worker, make_keys
@@ -41,8 +41,7 @@ def test_a_pinned_prompt_stays_under_pressure_and_leaves_after_its_deletion(pres
     engine.end_request("r1")
     (shown,) = pins(pressed)
     assert shown == found
-    command = [KVSERVER, "status", "--http-port", str(pressed.http_port)]
-    lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    lines = run("status", "--http-port", str(pressed.http_port), timeout=120).stdout
     assert "pins   1: " in lines
     assert "1 accepted" in lines
     code, text = pressed.http(f"/cache/pins/{found['id']}", "DELETE")
@@ -249,7 +248,7 @@ def only_in_l2(
     worker = make_worker(daemon)
     describe(worker)
     worker.store(KEYS, worker.blocks_for(len(KEYS)))
-    wait_until(lambda: daemon.status()["l2"][0]["objects"] >= len(KEYS), what="they are written")
+    wait_until(lambda: daemon.tier()["objects"] >= len(KEYS), what="they are written")
     press(worker, daemon)
     return daemon, worker
 
@@ -266,7 +265,7 @@ def test_of_a_prompt_in_l2_only_the_beginning_that_will_fit_is_read_for_its_pin(
     (shown,) = pins(daemon)
     assert shown["tokens"] == fits * CHUNK_BLOCKS * BLOCK
     assert shown["reason"] == f"no_room: {len(KEYS) - fits} chunks of L2 do not fit into --pin-share"
-    assert daemon.status()["l2"][0]["hits"] == fits
+    assert daemon.tier()["hits"] == fits
     press(worker, daemon)
     assert worker.lookup(KEYS, "q") == fits
 

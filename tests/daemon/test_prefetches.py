@@ -45,7 +45,7 @@ def test_a_prompt_of_a_daemon_before_is_in_l1_before_its_request(daemon: Daemon,
         blocks = worker.blocks_for(len(KEYS))
         content = worker.memory.blocks(blocks)
         worker.store(KEYS, blocks)
-        wait_until(lambda: daemon.status()["l2"][0]["objects"] >= len(KEYS), what="they are written")
+        wait_until(lambda: daemon.tier()["objects"] >= len(KEYS), what="they are written")
     daemon.terminate()
     daemon.start()
     with make_worker(daemon) as worker:
@@ -56,10 +56,7 @@ def test_a_prompt_of_a_daemon_before_is_in_l1_before_its_request(daemon: Daemon,
         assert prefetches(daemon)[0]["tiers"] == ["l1"]
         reply = worker.ask(worker.lookup_message(KEYS), LookupReply)
         assert (reply.hit_chunks, reply.fill_chunks) == (len(KEYS), 0)
-        blocks = worker.blocks_for(len(KEYS))
-        worker.memory.fill()
-        worker.load(KEYS, blocks)
-        assert worker.memory.blocks(blocks) == content
+        assert worker.loaded(KEYS) == content
         worker.end_request()
         assert daemon.metric("kvserver_cache_prefetches_total", outcome="accepted") == 1
         assert daemon.metric("kvserver_cache_prefetches_live") == 1

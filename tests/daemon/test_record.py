@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
 from pathlib import Path
 
 import pytest
-from support.daemon import KVSERVER, Daemon, wait_until
+from support.commands import run
+from support.daemon import Daemon, wait_until
 from support.worker import Worker, make_keys
 
 from kvserver.cache import PagePool, page_bytes_for
@@ -38,9 +38,8 @@ def serve(worker: Worker, keys: list[bytes], request_id: str) -> None:
 
 
 def replay(path: Path, *arguments: str) -> list[dict[str, float]]:
-    done = subprocess.run(
-        [KVSERVER, "replay", str(path), "--json", *arguments], capture_output=True, check=True, timeout=60
-    )
+    done = run("replay", str(path), "--json", *arguments)
+    assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 

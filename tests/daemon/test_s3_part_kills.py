@@ -14,8 +14,6 @@ from support.memory import awkward
 from support.s3 import S3Server, one_server
 from support.worker import Worker, make_keys
 
-from kvserver.protocol import AwaitFill, LookupReply, Retrieved
-
 ROUNDS, PROMPTS, CHUNKS = 24, 4, 2
 GEOMETRY = awkward(num_blocks=32, scale=3800)  # a chunk of four blocks has 19 MB: four parts to put, ten to get
 OF_PUTS = ["none", "cut", "refused", "flipped", "hangs", "store killed", "daemon killed"]
@@ -50,17 +48,13 @@ class Walk:
 
     def round(self) -> None:
         self._release.clear()
-        self.daemon.start()
-        self._until_ready()
+        self.daemon.start().wait_for_tiers(LONG_SECONDS)
         with Worker(self.daemon.endpoint, geometry=GEOMETRY) as worker:
             self._read(worker)
             self._write(worker)
         self._release.set()
         self.daemon.kill()
         self._proxy.change, self._proxy.upload = lambda range, body: body, lambda step, body: body
-
-    def _until_ready(self) -> None:
-        wait_until(lambda: self.daemon.status()["l2"][0]["state"] == "ready", LONG_SECONDS, "the tier is ready")
 
     def _read(self, worker: Worker) -> None:
         """Read what earlier daemons wrote, with one fault in one of its parts."""
@@ -77,16 +71,9 @@ class Walk:
         self._proxy.change = change
         for prompt in range(PROMPTS):
             keys = make_keys(CHUNKS, prompt)
-            found = worker.ask(AwaitFill(worker.lookup_message(keys), 10_000), LookupReply).hit_chunks
-            self.counts[f"found, {fault}"] += found
-            if found:
-                blocks = worker.blocks_for(found)
-                assert worker.load(keys[:found], blocks) == Retrieved(chunks=found)
-                content = b"".join(worker.memory.blocks(blocks))
-                for place, key in enumerate(keys[:found]):
-                    chunk = content[place * worker.chunk_bytes : (place + 1) * worker.chunk_bytes]
-                    assert chunk in self._stored[key], f"WRONG BYTES after {fault}"
-            worker.end_request()
+            for key, chunk in zip(keys, worker.found_in_l2(keys), strict=False):
+                assert chunk in self._stored[key], f"WRONG BYTES after {fault}"
+                self.counts[f"found, {fault}"] += 1
         self.daemon.wait_for_accounting(LONG_SECONDS, tickets=0, pins=0, leases=0)
         self.daemon.audit()
         self._proxy.change = lambda range, body: body
@@ -115,9 +102,8 @@ class Walk:
         keys = make_keys(CHUNKS, prompt)
         worker.memory.fill()
         blocks = worker.blocks_for(CHUNKS, first=1 + CHUNKS * worker.chunk_blocks)
-        content = b"".join(worker.memory.blocks(blocks))
-        for place, key in enumerate(keys):
-            self._stored[key].append(content[place * worker.chunk_bytes : (place + 1) * worker.chunk_bytes])
+        for key, chunk in zip(keys, worker.chunks_in(blocks), strict=True):
+            self._stored[key].append(chunk)
         worker.store(keys, blocks)
         self.counts[fault] += 1
         wait_until(lambda: reached.is_set() or not self._writes(), LONG_SECONDS, "the upload")
@@ -133,7 +119,7 @@ class Walk:
         assert all(size >= worker.chunk_bytes for size in sizes), "half an object is visible"
 
     def _writes(self) -> bool:
-        (tier,) = self.daemon.status()["l2"]
+        tier = self.daemon.tier()
         return bool(tier["queue_objects"] or self.daemon.accounting()["pins"])
 
 

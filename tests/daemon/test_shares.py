@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable
 
 import pytest
-from support.daemon import KVSERVER, Daemon
+from support.commands import run
+from support.daemon import Daemon
 from support.registration import identity
 from support.worker import Worker, make_keys
 
@@ -91,13 +91,7 @@ def test_unused_share_serves_other_models_and_returns_to_its_model_at_once(
     assert serve(quiet, prompt) == len(prompt)
     be_busy(busy, 40)
     assert serve(quiet, prompt) == len(prompt)
-    shown = subprocess.run(
-        [KVSERVER, "status", "--http-port", str(daemon.http_port)],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    ).stdout
+    shown = run("status", "--http-port", str(daemon.http_port)).stdout
     assert "share  quiet: " in shown
     assert "share  busy: " not in shown
 
@@ -117,7 +111,7 @@ def test_unused_share_serves_other_models_and_returns_to_its_model_at_once(
 )
 def test_a_daemon_with_bad_shares_does_not_start_and_states_why(shares: list[str], why: str) -> None:
     flags = [word for share in shares for word in ("--share", share)]
-    done = subprocess.run([KVSERVER, "serve", *flags], capture_output=True, text=True, timeout=60)
+    done = run("serve", *flags)
     assert done.returncode == 2
     assert why in done.stderr
     assert "--share" in done.stderr

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.daemon import KVSERVER, Daemon, wait_until
+from support.commands import run
+from support.daemon import Daemon, wait_until
 from support.kept_l1 import restart
 from support.pins import KEYS, TOKENS, describe, pins, post
 from support.worker import Worker, make_keys
@@ -66,13 +66,7 @@ def test_a_flood_of_a_tenant_leaves_another_its_share_of_the_same_model(
     assert l1["tenants"]["b"]["used_bytes"] <= l1["tenants"]["b"]["share_bytes"] + worker.chunk_bytes + l1["page_bytes"]
     assert daemon.metric("kvserver_l1_tenant_share_bytes", tenant="a") == l1["size_bytes"] // 2
     assert daemon.metric("kvserver_l1_tenant_chunks", tenant="a") == len(PROMPT)
-    shown = subprocess.run(
-        [KVSERVER, "status", "--http-port", str(daemon.http_port)],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    ).stdout
+    shown = run("status", "--http-port", str(daemon.http_port)).stdout
     assert "share  tenant:a: " in shown
     worker.unregister()
     daemon.wait_for_clean_accounting()
@@ -106,7 +100,7 @@ def test_what_is_read_from_l2_belongs_to_the_tenant_that_reads_it(
     daemon = make_daemon(share=[A, B], l2=f"file://{tmp_path}/l2?size=64MiB")
     with make_worker(daemon) as worker:
         store(worker, PROMPT, "a")
-        wait_until(lambda: daemon.status()["l2"][0]["objects"] == len(PROMPT), what="they are written")
+        wait_until(lambda: daemon.tier()["objects"] == len(PROMPT), what="they are written")
     daemon.terminate()
     daemon.start()
     with make_worker(daemon) as worker:
@@ -124,7 +118,7 @@ def test_what_a_prefetch_reads_belongs_to_the_tenant_that_it_names(
     daemon = make_daemon(share=[A], l2=f"file://{tmp_path}/l2?size=64MiB")
     with make_worker(daemon) as worker:
         store(worker, KEYS)
-        wait_until(lambda: daemon.status()["l2"][0]["objects"] == len(KEYS), what="they are written")
+        wait_until(lambda: daemon.tier()["objects"] == len(KEYS), what="they are written")
     daemon.terminate()
     daemon.start()
     with make_worker(daemon) as worker:

@@ -14,7 +14,6 @@ from support.traces import plain_lru_hits
 from support.worker import Worker, make_keys
 
 from kvserver.cli import status as cli_status
-from kvserver.protocol import AwaitFill, LookupReply
 from kvserver.protocol.status import DaemonStatus
 
 SIZES = {"0.25": 0.25, "0.5": 0.5, "1": 1.0, "2": 2.0, "4": 4.0, "8": 8.0, "unlimited": 0.0}
@@ -103,7 +102,7 @@ def test_chunks_that_only_l2_has_are_hits_of_a_larger_l1(
     served(daemon, worker, [[1, 2, 3, 4]])
     number = 10
     while daemon.metric("kvserver_l1_evicted_chunks_total") < 4:  # type: ignore[operator]
-        wait_until(lambda: not daemon.status()["l2"][0]["queue_objects"], what="L2 has all")
+        wait_until(lambda: not daemon.tier()["queue_objects"], what="L2 has all")
         served(daemon, worker, [[number, number + 1]])
         number += 2
     keys = [make_keys(1, id)[0] for id in (1, 2, 3, 4)]
@@ -112,8 +111,7 @@ def test_chunks_that_only_l2_has_are_hits_of_a_larger_l1(
     tokens = counted(daemon)["totals"]["lookup_tokens"] // (number - 10 + 8) * 4
     first = would_hit(daemon)
     assert (first["0.5"], first["1"], first["2"], first["unlimited"]) == (0, 0, tokens, tokens)
-    message = worker.lookup_message(keys, "filled")
-    assert worker.ask(AwaitFill(message, 5000), LookupReply).hit_chunks == 4
+    assert worker.fill(keys, "filled") == 4
     worker.end_request("filled")
     assert worker.lookup(keys, "found") == 4
     then = would_hit(daemon)
@@ -128,13 +126,13 @@ def test_chunks_that_an_earlier_daemon_wrote_to_l2_are_hits_once_they_are_filled
     keys = make_keys(4)
     writer = make_worker(daemon)
     writer.store(keys, writer.blocks_for(4))
-    wait_until(lambda: (tier := daemon.status()["l2"][0])["objects"] >= 4 and not tier["queue_objects"])
+    wait_until(lambda: (tier := daemon.tier())["objects"] >= 4 and not tier["queue_objects"])
     assert daemon.terminate() == 0
     daemon.start()
-    wait_until(lambda: daemon.status()["l2"][0]["state"] == "ready")
+    daemon.wait_for_tiers()
     worker = make_worker(daemon)
     assert worker.lookup(keys, "filled") == 0
-    assert worker.ask(AwaitFill(worker.lookup_message(keys, "filled"), 5000), LookupReply).hit_chunks == 4
+    assert worker.fill(keys, "filled") == 4
     worker.end_request("filled")
     assert set(would_hit(daemon).values()) == {0}
     assert worker.lookup(keys, "found") == 4

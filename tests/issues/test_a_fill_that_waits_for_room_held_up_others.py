@@ -7,18 +7,13 @@ from support.daemon import wait_until
 from support.filling import Filling, filling
 from support.worker import make_keys
 
-from kvserver.tiering.fills import memory_bound
+from kvserver.tiering.fill_room import memory_bound
 
 L1_BYTES = 4 << 20
 
 
 def _written(f: Filling, chunks: int) -> list[bytes]:
-    keys: list[bytes] = []
-    while len(keys) < chunks:
-        part = make_keys(15)
-        f.store(part)
-        f.written(part)
-        keys += part
+    f.write(keys := make_keys(chunks))
     return keys
 
 

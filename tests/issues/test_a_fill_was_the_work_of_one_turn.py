@@ -10,7 +10,7 @@ import pytest
 from support.filling import Filling, filling
 from support.worker import make_keys
 
-from kvserver.tiering import fills
+from kvserver.tiering.fill import BATCH, Fill
 from kvserver.tiering.fills import Fills
 
 
@@ -26,7 +26,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, f: Filling) -> list[tuple[int, int,
         found.append(tuple(new - old for old, new in zip(before, after, strict=True)))  # type: ignore[arg-type]
         return more
 
-    def counting_plan(self: Fills, fill: fills.Fill) -> None:
+    def counting_plan(self: Fills, fill: Fill) -> None:
         planned.append(fill.namespace)
         plan(self, fill)
 
@@ -39,8 +39,7 @@ def test_a_turn_plans_one_fill_or_evicts_for_one_batch_or_begins_to_read_one(mon
     with filling(l1_bytes=2 << 20) as f:
         prompts = [make_keys(15) for _ in range(4)]
         for part in prompts:
-            f.store(part)
-            f.written(part)
+            f.write(part)
         f.forget_l1()
         while not f.running.parts.cache.space.evicted_chunks:
             f.store(make_keys(15))
@@ -51,9 +50,9 @@ def test_a_turn_plans_one_fill_or_evicts_for_one_batch_or_begins_to_read_one(mon
         f.audit()  # in a later turn than the reply: all of its steps are counted
         plans, evicted, reads = zip(*of_steps, strict=True)
         assert (sum(plans), sum(reads)) == (1, 60)
-        assert sum(evicted) > 2 * fills.BATCH
-        assert max(evicted) <= fills.BATCH + 1
-        assert max(reads) <= fills.BATCH
+        assert sum(evicted) > 2 * BATCH
+        assert max(evicted) <= BATCH + 1
+        assert max(reads) <= BATCH
         assert all(sum(map(bool, step)) <= 1 for step in of_steps)
 
 
@@ -61,9 +60,7 @@ def test_each_fill_is_planned_in_a_turn_of_its_own_before_others_go_on(monkeypat
     """The answer of one for which nothing is read does not wait for the batches of the others."""
     with filling() as f:
         keys = make_keys(15)
-        f.store(keys)
-        f.written(keys)
-        f.forget_l1()
+        f.only_in_l2(keys)
         unplanned = list[int]()
         step = Fills.step
 

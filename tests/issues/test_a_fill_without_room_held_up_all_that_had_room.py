@@ -10,16 +10,13 @@ from contextlib import contextmanager
 from support.filling import Filling, filling
 from support.worker import make_keys
 
-from kvserver.tiering.fills import memory_bound
+from kvserver.tiering.fill_room import memory_bound
 
 L1_BYTES = 4 << 20
 
 
 def _written(f: Filling, chunks: int) -> list[bytes]:
-    keys = make_keys(chunks)
-    for first in range(0, chunks, 15):
-        f.store(keys[first : first + 15])
-        f.written(keys[first : first + 15])
+    f.write(keys := make_keys(chunks))
     return keys
 
 

@@ -82,7 +82,7 @@ def test_a_daemon_that_reads_from_l2_advises_no_larger_l1(
             had = worker.ask(AwaitFill(message, 5000), LookupReply).hit_chunks
         worker.store(keys, worker.blocks_for(len(keys)))
         worker.end_request(f"r{number}", prompt_tokens=4 * CHUNK, loaded_tokens=had * CHUNK)
-        wait_until(lambda: not daemon.status()["l2"][0]["queue_objects"], what="L2 has all")
+        wait_until(lambda: not daemon.tier()["queue_objects"], what="L2 has all")
     wait_until(lambda: daemon.status()["what_if"]["looked_up_tokens"] == 32 * 4 * CHUNK)
     status = wait_until(lambda: s if (s := daemon.status())["totals"]["prompt_tokens"]["l2"] else None)
     curve = status["what_if"]

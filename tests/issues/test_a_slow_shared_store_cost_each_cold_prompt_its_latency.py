@@ -20,7 +20,7 @@ from kvserver.copy import Devices
 from kvserver.l2.remote.buffer import LaneBuffer
 from kvserver.l2.remote.store import StoreError
 from kvserver.l2.remote.tier import RemoteTier
-from kvserver.protocol import AwaitFill, LookupReply
+from kvserver.protocol import LookupReply
 from kvserver.tiering import ConfiguredTier
 from kvserver.tiering.probes import MOST_BESIDE
 
@@ -55,10 +55,9 @@ class Machine(NamedTuple):
     def fill(self, keys: list[bytes]) -> int:
         """The hit's chunks."""
         self.worker.ask(self.worker.lookup_message(keys), LookupReply)
-        reply = self.worker.reply_to(self.worker.send(AwaitFill(self.worker.lookup_message(keys), 5000)))
-        assert isinstance(reply, LookupReply), reply
+        found = self.worker.fill(keys, wait_ms=5000)
         self.worker.end_request()
-        return reply.hit_chunks
+        return found
 
     def learn(self, store: SlowStore) -> None:
         """Probe in vain."""
@@ -76,7 +75,7 @@ class Machine(NamedTuple):
         self.idle()
 
     def open_tickets(self) -> int:
-        return self.running.server.call(lambda: self.running.parts.storage.tiers.open_tickets).result(10)
+        return self.running.call(lambda: self.running.parts.storage.tiers.open_tickets)
 
     def idle(self) -> None:
         wait_until(lambda: not self.open_tickets())

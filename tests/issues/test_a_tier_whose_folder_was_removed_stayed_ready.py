@@ -74,5 +74,5 @@ def test_a_required_tier_that_is_configured_read_only_lets_the_daemon_be_ready(m
     assert daemon.http("/readyz")[0] == 200
     assert daemon.terminate() == 0
     reader = make_daemon(l2=f"{url}&read_only=true")
-    assert reader.status()["l2"][0]["state"] == "read_only"
+    assert reader.tier()["state"] == "read_only"
     assert reader.http("/readyz") == (200, "ready\n")

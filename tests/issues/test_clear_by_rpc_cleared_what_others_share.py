@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from support.daemon import Daemon, wait_until
+from support.daemon import Daemon
 from support.valkey import ValkeyStore
 from support.worker import Worker, make_keys
 
@@ -41,7 +41,7 @@ def test_clear_of_kv_in_a_shared_tier_is_refused_unless_shared(
     store: ValkeyStore, make_daemon: Callable[..., Daemon]
 ) -> None:
     daemon = make_daemon(l2=[store.url_of("clears")], l1_size="16MiB")
-    wait_until(lambda: [one["state"] for one in daemon.status()["l2"]] == ["ready"])
+    daemon.wait_for_tiers()
     keys = make_keys(3)
     with Worker(daemon.endpoint, instance_id="one") as worker:
         worker.store(keys, worker.blocks_for(3))

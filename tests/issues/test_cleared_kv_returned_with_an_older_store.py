@@ -25,7 +25,6 @@ from kvserver.l2 import TierOutcome
 from kvserver.l2.remote import generations
 from kvserver.l2.remote.ids import HighestIds, id_of, meaning_of, new_id
 from kvserver.l2.remote.tier import RemoteTier
-from kvserver.protocol import AwaitFill, LookupReply
 
 DONE, MISSING = TierOutcome.DONE, TierOutcome.MISSING
 RANKS = (PAGE, 2 * PAGE)
@@ -234,11 +233,7 @@ def test_a_daemon_that_restarts_beside_a_valkey_of_a_snapshot_does_not_find_what
     settings = {"l2": [valkey.url_of("p"), f"file://{tmp_path}/tier?size=16MiB"], "l1_size": "16MiB"}
     keys = make_keys(2)
 
-    def ready(daemon: Daemon) -> Daemon:
-        wait_until(lambda: [one["state"] for one in daemon.status()["l2"]] == ["ready", "ready"])
-        return daemon
-
-    daemon = ready(make_daemon(**settings))
+    daemon = make_daemon(**settings).wait_for_tiers()
     with Worker(daemon.endpoint, instance_id="one") as worker:
         worker.store(keys, worker.blocks_for(2))
         wait_until(lambda: len(valkey.objects()) == 2)
@@ -250,9 +245,9 @@ def test_a_daemon_that_restarts_beside_a_valkey_of_a_snapshot_does_not_find_what
     valkey.kill()
     valkey.start()
     assert len(valkey.objects()) == 2, "they are back"
-    daemon = ready(make_daemon(**settings))
+    daemon = make_daemon(**settings).wait_for_tiers()
     with Worker(daemon.endpoint, instance_id="one") as worker:
-        assert worker.ask(AwaitFill(worker.lookup_message(keys), 10_000), LookupReply).hit_chunks == 0
+        assert worker.fill(keys, wait_ms=10_000) == 0
 
 
 def test_a_clear_that_no_replica_has_is_done_with_a_warning(valkey: ValkeyStore, tmp_path: Path) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Callable
 
 import pytest
-from support.daemon import KVSERVER, Daemon
+from support.commands import run
+from support.daemon import Daemon
 
 URL = "valkey://user:hun@ter22@127.0.0.1:1/0?timeout=1s"
 
@@ -23,7 +23,7 @@ def test_pages_and_the_log_show_urls_without_user_and_password(make_daemon: Call
 
 @pytest.mark.parametrize("wrong", [f"{URL}&colour=red", f"{URL}&admit=none", URL.replace(":1/", ":port/")])
 def test_a_refused_url_is_named_without_user_and_password(wrong: str) -> None:
-    done = subprocess.run([KVSERVER, "serve", "--l2", wrong], capture_output=True, text=True, timeout=20)
+    done = run("serve", "--l2", wrong)
     assert done.returncode == 2
     assert "--l2" in done.stderr
     assert "valkey://127.0.0.1:" in done.stderr

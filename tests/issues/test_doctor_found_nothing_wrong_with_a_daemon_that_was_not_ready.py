@@ -18,7 +18,7 @@ from support.worker import Worker, make_keys
 def without_its_folder(make_daemon: Callable[..., Daemon], folder: Path, parameters: str = "") -> Daemon:
     daemon = make_daemon(l2=f"file://{folder}/l2?size=16MiB{parameters}")
     (folder / "l2").rename(folder / "moved")
-    wait_until(lambda: daemon.status()["l2"][0]["state"] == "unavailable", what="the tier is unavailable")
+    wait_until(lambda: daemon.tier()["state"] == "unavailable", what="the tier is unavailable")
     return daemon
 
 

@@ -26,13 +26,8 @@ def test_a_turn_looks_at_no_chunk_again_that_another_fill_has_read(monkeypatch: 
 
     monkeypatch.setattr(fills, "is_filling", counted)
     with filling() as f:
-        keys: list[bytes] = []
-        while len(keys) < CHUNKS:
-            part = make_keys(12)
-            f.store(part)
-            f.written(part)
-            keys += part
-        f.forget_l1()
+        keys = make_keys(CHUNKS)
+        f.only_in_l2(keys)
         f.tier.kept_waiting = set(keys[32:])  # the last batch
         numbers = [f.begin(keys, f"request-{each}") for each in range(1 + WAITING)]
         wait_until(lambda: len(f.tier.waiting) == 16)

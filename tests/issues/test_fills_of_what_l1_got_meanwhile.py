@@ -11,9 +11,7 @@ KEYS = make_keys(6)
 
 def test_a_fill_whose_chunks_came_to_l1_during_the_probe_is_answered_at_once() -> None:
     with filling() as f:
-        f.store(KEYS)
-        f.written(KEYS)
-        f.forget_l1()
+        f.only_in_l2(KEYS)
         f.tier.shared, f.tier.known, f.tier.stopped = True, set(), True
         number = f.begin(KEYS, wait_ms=10_000)
         wait_until(lambda: any(kind == "probe" for kind, _ in f.tier.began))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import commands
 from support.daemon import KVSERVER, Daemon, wait_until
 from support.valkey import ValkeyStore
 
@@ -97,12 +98,9 @@ def test_a_refused_start_is_a_record_of_the_chosen_form(given: str, tmp_path: Pa
     words = {"flag": ["--log-format", "json"], "environment": [], "file": ["--config", str(tmp_path / "kv.toml")]}[
         given
     ]
-    environ = os.environ | ({"KVSERVER_LOG_FORMAT": "json"} if given == "environment" else {})
+    environ = {"KVSERVER_LOG_FORMAT": "json"} if given == "environment" else {}
     for bad in (["--http-port", "many"], ["--l1-size", "900TiB"]):
-        ended = subprocess.run(
-            [KVSERVER, "serve", *words, *bad, "--endpoint", f"ipc://{tmp_path}/s"],
-            capture_output=True, text=True, timeout=20, env=environ,
-        )  # fmt: skip
+        ended = commands.run("serve", *words, *bad, "--endpoint", f"ipc://{tmp_path}/s", env=environ)
         assert (ended.returncode, ended.stdout) == (2, "")
         (record,) = records(ended.stderr)
         assert record["level"] == "critical"
@@ -129,6 +127,6 @@ def test_kv_events_may_go_to_stderr(make_daemon: Any) -> None:
 
 @pytest.mark.parametrize("words", [["--log-format", "json", "--l1-size"], ["--log-format=json", "--http-port"]])
 def test_a_flag_without_its_value_is_a_record(words: list[str]) -> None:
-    ended = subprocess.run([KVSERVER, "serve", *words], capture_output=True, text=True, timeout=20)
+    ended = commands.run("serve", *words)
     (record,) = records(ended.stderr)
     assert (ended.returncode, words[-1] in record["message"]) == (2, True)

@@ -6,7 +6,6 @@ Mooncake's metadata URL, which may have a password, was an argument of its clien
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import tarfile
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
+from support.commands import run
 from support.daemon import KVSERVER, Daemon
 
 from kvserver.cli.redaction import Redactor
@@ -30,8 +30,7 @@ URLS = ["valkey://me:{}@127.0.0.1:1/0", "valkey://{}@127.0.0.1:1", "s3://me:{}@b
 
 
 def doctor(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    env = os.environ | {"KVSERVER_HTTP_PORT": "1"} | environ
-    return subprocess.run([KVSERVER, "doctor", *words], capture_output=True, text=True, timeout=120, env=env)
+    return run("doctor", *words, env={"KVSERVER_HTTP_PORT": "1"} | environ, timeout=120)
 
 
 @pytest.mark.parametrize("form", URLS)

@@ -6,10 +6,10 @@ from __future__ import annotations
 import http.client
 import json
 import re
-import subprocess
 
 import pytest
-from support.daemon import KVSERVER, Daemon
+from support.commands import run
+from support.daemon import Daemon
 from support.worker import Worker, make_keys
 
 PAGES = ("/", "/status", "/instances", "/config", "/kv/snapshot", "/explain", "/nothing")
@@ -174,6 +174,5 @@ def test_refused_requests_are_counted_by_reason_in_the_metrics(daemon: Daemon) -
 
 def test_status_command_works_by_address_and_by_localhost(daemon: Daemon) -> None:
     for host in ("127.0.0.1", "localhost"):
-        command = [KVSERVER, "status", "--http-host", host, "--http-port", str(daemon.http_port)]
-        shown = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        shown = run("status", "--http-host", host, "--http-port", str(daemon.http_port))
         assert (shown.returncode, shown.stderr) == (0, "")

@@ -6,13 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.daemon import Daemon, wait_until
 from support.worker import Worker, make_keys
-
-from kvserver.protocol import AwaitFill, LookupReply
 
 OLD, NEW = make_keys(4, "old"), make_keys(8, "new")
 
@@ -28,7 +25,7 @@ def daemon(tmp_path: Path, gate: Path) -> Iterator[Daemon]:
     daemon = Daemon(l2=f"file://{tmp_path}/l2?size=64MiB", l1_size="8MiB", journal_gate=gate, drain_seconds=90)
     try:
         daemon.start()
-        wait_until(lambda: tier(daemon)["state"] == "ready")  # there is no journal yet
+        daemon.wait_for_tiers()  # there is no journal yet
         with Worker(daemon.endpoint) as worker:
             worker.store(OLD, worker.blocks_for(len(OLD)))
             written(daemon, len(OLD))
@@ -39,14 +36,8 @@ def daemon(tmp_path: Path, gate: Path) -> Iterator[Daemon]:
         daemon.close()
 
 
-def tier(daemon: Daemon) -> dict[str, Any]:
-    (found,) = daemon.status()["l2"]
-    assert isinstance(found, dict)
-    return found
-
-
 def written(daemon: Daemon, objects: int) -> None:
-    wait_until(lambda: (found := tier(daemon))["objects"] == objects and not found["queue_objects"])
+    wait_until(lambda: (found := daemon.tier())["objects"] == objects and not found["queue_objects"])
 
 
 def test_what_was_stored_while_a_tier_opened_is_written_once_it_is_ready(daemon: Daemon, gate: Path) -> None:
@@ -55,27 +46,24 @@ def test_what_was_stored_while_a_tier_opened_is_written_once_it_is_ready(daemon:
         content = worker.memory.blocks(blocks)
         worker.store(NEW, blocks)
         worker.store(OLD, worker.blocks_for(len(OLD), first=40))
-        found = tier(daemon)
+        found = daemon.tier()
         assert (found["state"], found["queue_objects"]) == ("opening", len(NEW) + len(OLD))
         gate.touch()
         written(daemon, len(NEW) + len(OLD))
-        found = tier(daemon)
+        found = daemon.tier()
         assert (found["written_objects"], set(found["dropped"].values())) == (len(NEW), {0})
     daemon.terminate()
     daemon.start()
-    wait_until(lambda: tier(daemon)["state"] == "ready")
+    daemon.wait_for_tiers()
     with Worker(daemon.endpoint) as worker:
-        assert worker.ask(AwaitFill(worker.lookup_message(NEW), 5000), LookupReply).hit_chunks == len(NEW)
-        blocks = worker.blocks_for(len(NEW))
-        worker.memory.fill()
-        worker.load(NEW, blocks)
-        assert worker.memory.blocks(blocks) == content
+        assert worker.fill(NEW) == len(NEW)
+        assert worker.loaded(NEW) == content
 
 
 def test_a_daemon_that_ends_before_its_tier_has_opened_leaves_at_once(daemon: Daemon, gate: Path) -> None:
     with Worker(daemon.endpoint) as worker:
         worker.store(NEW, worker.blocks_for(len(NEW)))
-        assert tier(daemon)["queue_objects"] == len(NEW)
+        assert daemon.tier()["queue_objects"] == len(NEW)
         assert daemon.process is not None
         daemon.process.terminate()
         wait_until(lambda: "objects were not written to L2" in daemon.log, 30, "it does not wait for the tier")

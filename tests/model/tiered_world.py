@@ -367,7 +367,7 @@ class TieredWorld(World):
         self.come_to_rest()
         local = {engine.namespace("lora").hex() for engine in self.engines}
         assert not [name for name in self.storage.store.values if name.split("/")[2] in local], "it left the machine"
-        assert self.parts.storage.fills.used_bytes == 0, "requests that have ended use room of fills"
+        assert self.parts.storage.fills.room.used_bytes == 0, "requests that have ended use room of fills"
         if self.file.state != "closed":
             self.until(lambda: self.file.state == "ready", "a tier does not recover from a full disk")
             self.until(lambda: self.file.journaled and self.file.status().used_bytes == PAGE_BYTES, "pages are lost")

@@ -15,7 +15,7 @@ MOST_BYTES = 16 << 20
 
 @pytest.mark.parametrize(
     ("workload", "policy", "part"),
-    [("far", "lru", 8), ("far, hot, 2 models", "lru", 4), ("far, hot, 2 models", "slru", 8)],
+    [("far, hot, 2 models", "lru", 4), ("far, hot, 2 models", "slru", 8)],
 )
 def test_no_size_is_more_than_two_points_from_an_exact_cache_where_old_chunks_are_sampled(
     workload: str, policy: str, part: int

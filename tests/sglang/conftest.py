@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -79,8 +78,4 @@ def start_daemon(engines: Engines) -> Iterator[Callable[..., Daemon]]:
 def prompt() -> Callable[..., Prompt]:
     """`prompt(seed, length)`: random token ids."""
 
-    def make(seed: int, length: int) -> Prompt:
-        source = random.Random(seed)
-        return [source.randrange(3, tiny_models.VOCAB) for _ in range(length)]
-
-    return make
+    return tiny_models.prompt

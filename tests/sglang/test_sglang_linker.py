@@ -179,7 +179,7 @@ def test_what_memory_has_is_found_at_once_and_what_storage_has_by_a_later_match(
     daemon.flags["l2"] = f"file://{tmp_path}/l2?size=256MiB"
     daemon.start()
     engine = stage(extra={"kvserver.lookup_age_ms": 60_000})
-    wait_until(lambda: daemon.status()["l2"][0]["objects"] == WHOLE // PAGE, 20, "spilled")
+    wait_until(lambda: daemon.tier()["objects"] == WHOLE // PAGE, 20, "spilled")
     daemon.terminate()
     daemon.start()
     engine.wait_for_daemon(daemon)

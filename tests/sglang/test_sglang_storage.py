@@ -23,7 +23,7 @@ def test_a_prompt_that_only_storage_has_is_found_by_a_later_request(
     text, pages = prompt(1, 700), 700 // PAGE
     cold = engine.generate([text])[0]
     wait_for_stores(daemon, pages)
-    wait_until(lambda: daemon.status()["l2"][0]["objects"] >= pages, 20, "spilled")
+    wait_until(lambda: daemon.tier()["objects"] >= pages, 20, "spilled")
     daemon.terminate()
     daemon = start_daemon(engine, l2=tier)
     assert daemon.status()["l1"]["chunks"] == 0

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import subprocess
+from typing import Any
 
 from support.daemon import KVSERVER
 
 
-def run(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def run(
+    *arguments: str, env: dict[str, str] | None = None, timeout: float = 60, **options: Any
+) -> subprocess.CompletedProcess[str]:
     """`kvserver ...` to its end."""
+    environ = os.environ | (env or {})
     return subprocess.run(
-        [KVSERVER, *arguments], capture_output=True, text=True, timeout=20, env={**os.environ, **(env or {})}
+        [KVSERVER, *arguments], capture_output=True, text=True, timeout=timeout, env=environ, **options
     )

@@ -160,6 +160,11 @@ class Daemon:
         found: dict[str, Any] = json.loads(body)
         return found
 
+    def tier(self) -> dict[str, Any]:
+        """The only tier of L2, as /status has it."""
+        (found,) = self.status()["l2"]
+        return found
+
     def samples(self, *names: str) -> list[Sample]:
         """Those of /metrics that have one of these names, or all."""
         code, body = self.http("/metrics")
@@ -191,6 +196,11 @@ class Daemon:
             wait_until(match, seconds)
         except AssertionError:
             raise AssertionError(f"the accounting is {last}, expected {expected}\n{self.log[-4000:]}") from None
+
+    def wait_for_tiers(self, seconds: float = 60) -> Daemon:
+        """Wait until all of L2 is ready; returns the daemon."""
+        wait_until(lambda: all(tier["state"] == "ready" for tier in self.status()["l2"]), seconds, "L2 is ready")
+        return self
 
     def wait_for_clean_accounting(self) -> None:
         """Wait until nothing is in flight and no peer is connected."""

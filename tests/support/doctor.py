@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from typing import Any
 
-from .daemon import KVSERVER, Daemon
+from .commands import run
+from .daemon import Daemon
 
 
 def doctor(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [KVSERVER, "doctor", *arguments], capture_output=True, text=True, timeout=60, env=os.environ | (env or {})
-    )
+    return run("doctor", *arguments, env=env)
 
 
 def rows(*arguments: str, env: dict[str, str] | None = None) -> tuple[int, dict[str, dict[str, Any]]]:

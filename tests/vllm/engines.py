@@ -5,38 +5,25 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import queue
-import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import runner_v2
 from support.daemon import Daemon, wait_until
+from support.engine_driver import EngineDriver, Prompt
 
-Prompt = list[int]
 # Tests wait for loads that never end. All else may take its time on a busy machine, as lookups of which a test expects a hit.
 TIMEOUTS = {"kvserver.load_timeout_ms": 4000, "kvserver.store_timeout_ms": 60_000, "kvserver.lookup_timeout_ms": 1000}
 BY_NAME = {
     "kv_connector_module_path": None
 }  # `transfer` of an engine that finds the connector by its name, from vLLM's plugin
 FORGETS = {"kvserver.on_prefix_reset": "keep"}  # a reset of the prefix cache is how tests empty an engine's own cache
-START_SECONDS = 600
-ANSWER_SECONDS = 400  # four requests of 400 tokens took 60 s where the load average was 12
-# The ranks of an engine spin while they wait for each other: two of them kept a machine of two cores so busy that a thread of
-# the daemon which was ready to run waited for 10 s. So engines yield to the daemon. They stay in our session, too: a session
-# of their own would be a scheduling group of its own, and niceness counts only within one.
-NICE = ["nice", "-n", "10"]
 
 
-class EngineEnded(AssertionError):
-    """The engine's process has ended where an answer was expected."""
-
-
-class Engine:
+class Engine(EngineDriver):
     """One vLLM engine process. `endpoint` None means no connector at all. `options` are vLLM's, `exact_states` and `measures_speed`.
 
     `runner` is vLLM's model runner: "v2" with asynchronous scheduling, as on GPUs, or "v1" without.
@@ -58,7 +45,6 @@ class Engine:
         runner: str = runner_v2.DEFAULT,
         **options: Any,
     ) -> None:
-        self.log = log
         self.runner = runner
         self.ranks = options.get("tensor_parallel_size", 1)
         arguments: dict[str, Any] = {
@@ -89,56 +75,13 @@ class Engine:
             "OMP_NUM_THREADS": "1",
             **(environ or {}),
         }
-        self._log_file = log.open("w")
-        self.process = subprocess.Popen(
-            [*NICE, python, str(Path(__file__).with_name("engine_main.py")), json.dumps(arguments)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log_file,
-            text=True,
-            env=environ,
-            process_group=0,
-        )
-        self._answers: queue.Queue[dict[str, Any]] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
-        self._ready = False
+        command = [python, str(Path(__file__).with_name("engine_main.py")), json.dumps(arguments)]
+        super().__init__(command, log, environ)
 
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._answers.put(json.loads(line))
-        self._answers.put({"ended": True})
-
-    def _next_reply(self, timeout: float) -> dict[str, Any]:
-        reply = self._answers.get(timeout=timeout)
-        if "ended" in reply:
-            raise EngineEnded(f"with status {self.process.wait()}; the end of {self.log}:\n{self.tail()}")
-        return reply
-
-    def wait_ready(self) -> Engine:
-        if not self._ready:
-            reply = self._next_reply(START_SECONDS)
-            assert reply.get("ready"), f"{reply}\n{self.tail()}"
-            if (runs := (reply["runner"], reply["asynchronous"])) != (self.runner, self.runner == "v2"):
-                self.kill()
-                raise AssertionError(f"(runner, asynchronous) is {runs}, not as {self.runner}\n{self.tail()}")
-            self._ready = True
-        return self
-
-    def send(self, op: str, **fields: Any) -> None:
-        self.wait_ready()
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"op": op, **fields}) + "\n")
-        self.process.stdin.flush()
-
-    def receive(self, timeout: float = ANSWER_SECONDS) -> dict[str, Any]:
-        reply = self._next_reply(timeout)
-        assert "error" not in reply, f"{reply['error']}\n{self.tail()}"
-        return reply
-
-    def ask(self, op: str, **fields: Any) -> dict[str, Any]:
-        self.send(op, **fields)
-        return self.receive()
+    def check(self, ready: dict[str, Any]) -> None:
+        if (runs := (ready["runner"], ready["asynchronous"])) != (self.runner, self.runner == "v2"):
+            self.kill()
+            raise AssertionError(f"(runner, asynchronous) is {runs}, not as {self.runner}\n{self.tail()}")
 
     def generate(self, prompts: list[list[int]], max_tokens: int = 16) -> list[dict[str, Any]]:
         outputs: list[dict[str, Any]] = self.ask("generate", prompts=prompts, max_tokens=max_tokens)["outputs"]
@@ -167,16 +110,6 @@ class Engine:
         self.generate([text], 1)
         self.wait_for_stores()
         return bool(self.counters()["blocks_in_use"] == 0)
-
-    def tail(self, lines: int = 40) -> str:
-        return "\n".join(self.log.read_text().splitlines()[-lines:])
-
-    def kill(self) -> None:
-        """Kill -9 the engine and its children, as an out-of-memory kill would."""
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self._log_file.close()
 
     def close(self) -> None:
         """Let it end by itself."""
@@ -212,10 +145,6 @@ class Engines:
 
     def live(self) -> list[Engine]:
         return [engine for engine in self._engines.values() if engine.process.poll() is None]
-
-    def running(self, name: str) -> Engine | None:
-        engine = self._engines.get(name)
-        return engine if engine is not None and engine.process.poll() is None else None
 
     def wait_registered(self, daemon: Daemon) -> None:
         """Until every running engine of this group is registered in the daemon, with a namespace, and knows it: until then

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import runner_v2
-from engines import FORGETS, NICE, START_SECONDS, TIMEOUTS, Prompt
+from engines import FORGETS, TIMEOUTS, Prompt
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
+from support.engine_driver import NICE, START_SECONDS
 from support.ports import reserved_port
 
 MODEL = "tiny"

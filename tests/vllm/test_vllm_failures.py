@@ -10,7 +10,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +23,7 @@ from kvserver.adapters.common.link import BREAKER_LIMIT
 Start = Callable[..., Daemon]
 Make = Callable[..., Prompt]
 
-# Per block; a request of three chunks has 24 blocks, so a copy takes about half a second.
-
-
-@pytest.fixture(autouse=True)
-def _engines_are_well_afterwards(engines: Engines) -> Iterator[None]:
-    """No exception of ours was swallowed, no block is lost, and the engine still computes."""
-    yield
-    for name in ("first", "second"):
-        engine = engines.running(name)
-        if engine is not None:
-            engine.wait_for_stores()
-            engine.forget()
-            counters = engine.counters()
-            assert counters["errors"] == {}, f"{name}: {counters}"
-            assert counters["blocks_in_use"] == 0, f"{name}: {counters}"
+pytestmark = pytest.mark.usefixtures("well_afterwards")
 
 
 def reference(engine: Engine, prompts: list[Prompt], max_tokens: int = 16) -> list[list[int]]:
@@ -115,11 +101,11 @@ def test_what_a_daemon_wrote_to_l2_comes_back_after_its_end(
     engines.wait_registered(daemon)
     first.generate(texts)
     first.wait_for_stores()
-    wait_until(lambda: (tier := daemon.status()["l2"][0])["objects"] >= 3 * 2 and not tier["queue_objects"])
+    wait_until(lambda: (tier := daemon.tier())["objects"] >= 3 * 2 and not tier["queue_objects"])
     (daemon.kill if killed else daemon.terminate)()
     daemon.start()
     engines.wait_registered(daemon)
-    wait_until(lambda: daemon.status()["l2"][0]["state"] == "ready")
+    daemon.wait_for_tiers()
     assert daemon.status()["l1"]["chunks"] == 0
     warm = second.generate(texts)
     assert [o["tokens"] for o in warm] == alone

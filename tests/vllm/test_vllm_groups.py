@@ -16,10 +16,12 @@ import pytest
 import tiny_models
 from engines import TIMEOUTS, Engine, Engines, Prompt, engine_group
 from support.daemon import Daemon, wait_until
-from test_vllm_outputs import same, zero_l1
+from test_vllm_outputs import differs_when_zeroed, same
 
 Start = Callable[..., Daemon]
 Make = Callable[..., Prompt]
+
+pytestmark = pytest.mark.usefixtures("well_afterwards")
 
 
 @dataclass(frozen=True)
@@ -110,17 +112,6 @@ def exact(kind: Kind, engines: Engines, first: Engine) -> Engine:
     return started(engines, kind, "exact", max_num_batched_tokens=2048, exact_states=True, **kind.exactly)
 
 
-@pytest.fixture(autouse=True)
-def _engines_are_well_afterwards(engines: Engines) -> Iterator[None]:
-    """No exception of ours was swallowed, and no block is lost."""
-    yield
-    for engine in engines.live():
-        engine.wait_for_stores()
-        engine.forget()
-        counters = engine.counters()
-        assert (counters["errors"], counters["blocks_in_use"]) == ({}, 0), counters
-
-
 def loaded(daemon: Daemon) -> int:
     return int(daemon.status()["totals"]["loaded_bytes"])
 
@@ -162,14 +153,7 @@ def test_a_fresh_engine_hits_to_the_end_and_its_outputs_equal_those_of_the_own_c
 
 def test_zeroed_bytes_give_other_tokens(first: Engine, second: Engine, start_daemon: Start, prompt: Make) -> None:
     """The negative control: the comparison of the other tests would notice wrong KV."""
-    daemon = start_daemon()
-    text = prompt(620, 1000)
-    cold = first.generate([text])[0]
-    first.wait_for_stores()
-    assert zero_l1(daemon) > 500_000
-    warm = second.generate([text])[0]
-    assert warm["cached_tokens"] == 768
-    assert warm["tokens"] != cold["tokens"]
+    assert differs_when_zeroed(start_daemon(), first, second, prompt(620, 1000), 768)
 
 
 def test_the_second_turn_of_a_conversation_hits_to_the_end_of_the_first_on_another_engine(

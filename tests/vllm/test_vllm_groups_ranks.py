@@ -8,7 +8,7 @@ import pytest
 import tiny_models
 from engines import TIMEOUTS, Engine, Engines, Prompt, engine_group
 from support.daemon import Daemon
-from test_vllm_outputs import zero_l1
+from test_vllm_outputs import differs_when_zeroed
 
 Start = Callable[..., Daemon]
 Make = Callable[..., Prompt]
@@ -54,13 +54,4 @@ def test_both_ranks_load_what_each_group_needs(pair: Engine, start_daemon: Start
 
 
 def test_zeroed_bytes_give_other_tokens(pair: Engine, start_daemon: Start, prompt: Make) -> None:
-    daemon = start_daemon()
-    text = prompt(710, 600)
-    cold = pair.generate([text])[0]
-    pair.wait_for_stores()
-    pair.forget()
-    assert zero_l1(daemon) > 1_000_000
-    warm = pair.generate([text])[0]
-    assert warm["cached_tokens"] == 512
-    assert warm["tokens"] != cold["tokens"]
-    pair.forget()
+    assert differs_when_zeroed(start_daemon(), pair, pair, prompt(710, 600), 512)

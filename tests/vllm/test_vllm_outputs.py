@@ -22,6 +22,18 @@ def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
     return bool(left["tokens"] == right["tokens"] and left["logprobs"] == right["logprobs"])
 
 
+def differs_when_zeroed(daemon: Daemon, writer: Engine, reader: Engine, text: Prompt, hit: int) -> bool:
+    """Whether other tokens come of KV that was zeroed in L1, for `hit` tokens: else the tests that compare would not see wrong KV."""
+    cold = writer.generate([text])[0]
+    writer.wait_for_stores()
+    reader.forget()
+    assert zero_l1(daemon) > 500_000
+    warm = reader.generate([text])[0]
+    reader.forget()
+    assert warm["cached_tokens"] == hit
+    return bool(warm["tokens"] != cold["tokens"])
+
+
 def test_a_fresh_engine_gets_hits_and_equal_tokens_and_logprobs_in_bf16(
     engines: Engines, start_daemon: Start, prompt: Make
 ) -> None:
@@ -52,15 +64,7 @@ def test_a_fresh_engine_gets_hits_and_equal_tokens_and_logprobs_in_bf16(
 
 def test_zeroed_bytes_give_other_tokens(first: Engine, second: Engine, start_daemon: Start, prompt: Make) -> None:
     """The negative control: the comparison of the other tests would notice wrong KV."""
-    daemon = start_daemon()
-    text = prompt(50, 1000)
-    cold = first.generate([text])[0]
-    first.wait_for_stores()
-    assert zero_l1(daemon) > 1_000_000
-    warm = second.generate([text])[0]
-    assert warm["cached_tokens"] == 768
-    assert warm["tokens"] != cold["tokens"]
-    second.forget()
+    assert differs_when_zeroed(start_daemon(), first, second, prompt(50, 1000), 768)
 
 
 def test_chunked_prefill_stores_and_loads_alike(
@@ -231,7 +235,7 @@ def test_every_choice_of_tiers_gives_equal_tokens(
         for folder in folders[:-1]:
             shutil.rmtree(folder)
         daemon.start()
-        wait_until(lambda: all(tier["state"] == "ready" for tier in daemon.status()["l2"]))
+        daemon.wait_for_tiers()
         engines.wait_registered(daemon)
     before = second.metrics()
     warm = [second.ask("generate", prompts=[text], max_tokens=16) for text in texts]

@@ -45,7 +45,7 @@ def engine_of(engines: Engines, daemon: Daemon, name: str, role: str) -> Engine:
     engine.wait_ready()
     wait_until(lambda: any(row["namespace"] for row in daemon.status()["instances"]), 60, f"{name} is registered")
     wait_until(lambda: engine.counters()["connected"], 60, f"both halves of {name} are connected")
-    wait_until(lambda: daemon.status()["l2"][0]["state"] == "ready", 60, "the store is open")
+    daemon.wait_for_tiers()
     return engine
 
 

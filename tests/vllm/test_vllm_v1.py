@@ -5,7 +5,7 @@ All other files of this folder run V2. `make test-versions` has older vLLMs with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from engines import TIMEOUTS, Engine, Engines, Prompt
@@ -15,21 +15,12 @@ from test_vllm_outputs import zero_l1
 Start = Callable[..., Daemon]
 Make = Callable[..., Prompt]
 
+pytestmark = pytest.mark.usefixtures("well_afterwards")
+
 
 @pytest.fixture
 def v1(engines: Engines) -> Engine:
     return engines.get("v1", runner="v1", dtype="float32", extra=TIMEOUTS, measures_speed=False)
-
-
-@pytest.fixture(autouse=True)
-def _engines_are_well_afterwards(engines: Engines) -> Iterator[None]:
-    """No exception of ours was swallowed, and no block is lost."""
-    yield
-    for engine in engines.live():
-        engine.wait_for_stores()
-        engine.forget()
-        counters = engine.counters()
-        assert (counters["errors"], counters["blocks_in_use"]) == ({}, 0), counters
 
 
 def test_loads_of_runner_v1_give_equal_tokens(v1: Engine, start_daemon: Start, prompt: Make) -> None:

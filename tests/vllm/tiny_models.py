@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 VOCAB = 1024
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    """Random token ids."""
+    source = random.Random(seed)
+    return [source.randrange(3, VOCAB) for _ in range(length)]
 
 
 def llama(

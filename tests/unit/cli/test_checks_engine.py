@@ -4,51 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 
 import pytest
+from support.http_pages import Page, page_servers, text_page
 
 from kvserver import __main__
 from kvserver.cli import checks_engine
 from kvserver.cli.checks import Level
 
-Page = Callable[[BaseHTTPRequestHandler], None]
-
 
 @pytest.fixture
 def serve() -> Iterator[Callable[[Page], str]]:
-    """Serve what `page` writes; the address."""
-    servers: list[ThreadingHTTPServer] = []
-
-    def start(page: Page) -> str:
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                page(self)
-
-            def log_message(self, *_: object) -> None:
-                return
-
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        server.daemon_threads = True
-        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-        servers.append(server)
-        return f"http://127.0.0.1:{server.server_port}"
-
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
-
-
-def text_page(text: str, path: str = "/metrics") -> Page:
-    def page(handler: BaseHTTPRequestHandler) -> None:
-        body = text.encode()
-        handler.send_response(200 if handler.path == path else 404)
-        handler.send_header("content-length", str(len(body)))
-        handler.end_headers()
-        handler.wfile.write(body)
-
-    return page
+    with page_servers() as start:
+        yield start
 
 
 def redirect(target: str, to: Page | None = None) -> Page:

@@ -27,7 +27,7 @@ def open_memories() -> int:
 
 
 def accounting(running: Running) -> AccountingStatus:
-    return running.server.call(lambda: daemon_status(running.parts, running.server).books).result(10)
+    return running.call(lambda: daemon_status(running.parts, running.server).books)
 
 
 @pytest.fixture(scope="module")

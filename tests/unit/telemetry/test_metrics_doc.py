@@ -22,12 +22,16 @@ from kvserver.telemetry import rpc_counts
 DOCUMENTED = documented()
 
 
-@pytest.fixture
-def text(make_daemon: Callable[..., Daemon], make_worker: Callable[..., Worker]) -> str:
+@pytest.fixture(scope="module")
+def text() -> str:
     """/metrics after an engine has stored, looked up and loaded."""
-    daemon = make_daemon(metrics_sample_rate=1)
-    make_worker(daemon).round_trip()
-    code, body = daemon.http("/metrics")
+    daemon = Daemon(metrics_sample_rate=1).start()
+    try:
+        with Worker(daemon.endpoint) as worker:
+            worker.round_trip()
+            code, body = daemon.http("/metrics")
+    finally:
+        daemon.close()
     assert code == 200
     return body
 

@@ -130,10 +130,9 @@ def prompts(seed: int, documents: int, most: int, shared: int, rounds: int, mode
         yield bytes([model]) * 32, keys
 
 
-@pytest.mark.parametrize("shared", [0, 8])
 @pytest.mark.parametrize(
-    ("object_pages", "models", "policy"),
-    [(1, 1, "lru"), (3, 1, "lru"), (1, 3, "lru"), (1, 1, "slru"), (1, 3, "slru")],
+    ("shared", "object_pages", "models", "policy"),
+    [(0, 1, 1, "lru"), (8, 3, 1, "lru"), (0, 1, 3, "lru"), (8, 1, 1, "slru"), (8, 1, 3, "slru")],
 )
 def test_every_size_of_the_curve_is_close_to_a_real_cache_of_that_size(
     shared: int, object_pages: int, models: int, policy: str

@@ -12,9 +12,7 @@ from kvserver.protocol import LookupReply
 def test_tokens_from_l2_are_a_source_of_their_own() -> None:
     with filling() as f:
         keys = make_keys(4)
-        f.store(keys)
-        f.written(keys)
-        f.forget_l1()
+        f.only_in_l2(keys)
         assert f.fill(keys) == 4
         f.loaded(keys)
         tokens = 4 * 64
@@ -29,9 +27,7 @@ def test_the_reply_counts_the_chunks_of_each_tier() -> None:
     """Those that a request's own fill read are of L2; what L1 has by then, of L1."""
     with filling() as f:
         keys = make_keys(6)
-        f.store(keys)
-        f.written(keys)
-        f.forget_l1()
+        f.only_in_l2(keys)
         assert f.reply(f.begin(keys[:2], "first")) == LookupReply(2, 2, l2_chunks=2)
         assert f.reply(f.begin(keys, "second")) == LookupReply(6, 6, l2_chunks=4)
         assert f.lookup(keys, "third") == LookupReply(6, 6)
@@ -42,9 +38,7 @@ def test_an_engine_states_what_it_loaded_from_l2() -> None:
     """It knows better: of what was read for it, it had two chunks itself."""
     with filling() as f:
         keys = make_keys(4)
-        f.store(keys)
-        f.written(keys)
-        f.forget_l1()
+        f.only_in_l2(keys)
         assert f.fill(keys) == 4
         f.worker.end_request(prompt_tokens=266, local_tokens=128, loaded_tokens=128, l2_tokens=64, loads=1)
         wait_until(lambda: requests_of(f).ended_requests)

@@ -14,15 +14,13 @@ from kvserver.protocol import Clear, Cleared, LookupReply
 def test_an_answer_is_due_although_a_read_hangs_and_its_pages_stay_until_it_ends() -> None:
     with filling() as f:
         keys = make_keys(4)
-        f.store(keys)
-        f.written(keys)
-        f.forget_l1()
+        f.only_in_l2(keys)
         f.tier.hangs = True
         f.tier.stopped = True
         began = time.monotonic()
         assert f.fill(keys, wait_ms=300) == 0
         assert 0.25 <= time.monotonic() - began < 5
-        used = f.running.server.call(lambda: f.running.parts.cache.pool.used_pages).result(10)
+        used = f.running.call(lambda: f.running.parts.cache.pool.used_pages)
         assert used > 0, "the reads may still write"
         f.tier.hangs = False
         f.tier.release()
@@ -32,14 +30,12 @@ def test_an_answer_is_due_although_a_read_hangs_and_its_pages_stay_until_it_ends
 def test_two_requests_with_one_prompt_wait_for_the_same_reads() -> None:
     with filling() as f:
         keys = make_keys(4)
-        f.store(keys)
-        f.written(keys)
-        f.forget_l1()
+        f.only_in_l2(keys)
         f.tier.stopped = True
         one = f.begin(keys, "one")
         wait_until(lambda: len(f.tier.waiting) == 4)
         two = f.begin(keys, "two")
-        wait_until(lambda: f.running.server.call(lambda: f.running.parts.storage.fills.open).result(10) >= 2)
+        wait_until(lambda: f.running.call(lambda: f.running.parts.storage.fills.open) >= 2)
         f.tier.release()
         assert (f.reply(one).hit_chunks, f.reply(two).hit_chunks) == (4, 4)
         assert len(f.gets()) == 4
@@ -51,14 +47,12 @@ def test_two_requests_with_one_prompt_wait_for_the_same_reads() -> None:
 def test_the_end_of_a_request_leaves_another_with_its_prompt_the_whole_hit() -> None:
     with filling() as f:
         keys = make_keys(4)
-        content = f.store(keys)
-        f.written(keys)
-        f.forget_l1()
+        content = f.only_in_l2(keys)
         f.tier.stopped = True
         one = f.begin(keys, "one")
         wait_until(lambda: len(f.tier.waiting) == 4)
         two = f.begin(keys, "two")
-        wait_until(lambda: f.running.server.call(lambda: f.running.parts.storage.fills.open).result(10) >= 3)
+        wait_until(lambda: f.running.call(lambda: f.running.parts.storage.fills.open) >= 3)
         f.worker.end_request("one")
         assert f.reply(one).hit_chunks == 0
         f.tier.release()
@@ -72,9 +66,7 @@ def test_the_end_of_a_request_leaves_another_with_its_prompt_the_whole_hit() -> 
 def test_clear_during_a_fill_ends_the_fill_with_no_hit() -> None:
     with filling() as f:
         keys = make_keys(4)
-        f.store(keys)
-        f.written(keys)
-        f.forget_l1()
+        f.only_in_l2(keys)
         f.tier.stopped = True
         number = f.begin(keys)
         wait_until(lambda: len(f.tier.waiting) == 4)
@@ -88,9 +80,7 @@ def test_clear_during_a_fill_ends_the_fill_with_no_hit() -> None:
 def test_fill_ends_with_its_request_and_with_its_engine() -> None:
     with filling() as f:
         keys = make_keys(4)
-        f.store(keys)
-        f.written(keys)
-        f.forget_l1()
+        f.only_in_l2(keys)
         f.tier.stopped = True
         number = f.begin(keys)
         wait_until(lambda: len(f.tier.waiting) == 4)
@@ -109,13 +99,8 @@ def test_fill_ends_with_its_request_and_with_its_engine() -> None:
 
 def test_more_objects_than_may_be_read_at_once_are_read_in_turn() -> None:
     with filling() as f:
-        keys: list[bytes] = []
-        for _ in range(6):
-            part = make_keys(15)
-            f.store(part)
-            f.written(part)
-            keys += part
-        f.forget_l1()
+        keys = make_keys(90)
+        f.only_in_l2(keys)
         f.tier.stopped = True
         number = f.begin(keys)
         wait_until(lambda: len(f.tier.waiting) == 64)
@@ -131,5 +116,5 @@ def test_more_objects_than_may_be_read_at_once_are_read_in_turn() -> None:
         f.worker.end_request("ends early")
         assert f.reply(number).hit_chunks == 0
         f.audit()
-        used = f.running.server.call(lambda: f.running.parts.cache.pool.used_pages).result(10)
+        used = f.running.call(lambda: f.running.parts.cache.pool.used_pages)
         assert used == 0, "what was reserved is free"

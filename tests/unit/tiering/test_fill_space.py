@@ -10,7 +10,7 @@ from support.server import L1_BYTES, PAGE_BYTES
 from support.worker import make_keys
 
 from kvserver.cache import Cache
-from kvserver.tiering.fills import memory_bound
+from kvserver.tiering.fill_room import memory_bound
 
 
 def test_fills_beyond_the_bound_wait_for_their_turn() -> None:
@@ -18,8 +18,7 @@ def test_fills_beyond_the_bound_wait_for_their_turn() -> None:
         bound = memory_bound(L1_BYTES)
         keys = [make_keys(10, seed=number) for number in range(4)]
         for each in keys:
-            f.store(each)
-            f.written(each)
+            f.write(each)
         size = sum(len(raw) for _, raw in f.tier.objects.values()) // 4
         fitting = bound // size
         assert 1 <= fitting < 4, "the test needs fills of which some but not all fit"
@@ -41,14 +40,9 @@ def test_fills_beyond_the_bound_wait_for_their_turn() -> None:
 
 def test_a_fill_that_never_fits_is_cut() -> None:
     with filling(l1_bytes=L1_BYTES) as f:
-        keys: list[bytes] = []
-        for _ in range(4):
-            part = make_keys(10)
-            f.store(part)
-            f.written(part)
-            keys += part
-        f.forget_l1()
-        wait_until(lambda: not f.running.server.call(lambda: f.running.parts.cache.pool.used_pages).result(10))
+        keys = make_keys(40)
+        f.only_in_l2(keys)
+        wait_until(lambda: not f.running.call(lambda: f.running.parts.cache.pool.used_pages))
         assert f.lookup(keys).fill_chunks == 40
         found = f.fill(keys)
         assert 0 < found < 40
@@ -59,16 +53,15 @@ def test_nothing_is_read_before_there_is_space_for_all_of_it() -> None:
     """L1 has space for a part: the hit is cut to it, and no read is wasted on the rest."""
     with filling(l1_bytes=L1_BYTES) as f:
         keys = make_keys(15)
-        f.store(keys)
-        f.written(keys)
+        f.write(keys)
         size = sum(len(raw) for _, raw in f.tier.objects.values()) // 15
         f.forget_l1()
         cache = f.running.parts.cache
-        held = f.running.server.call(lambda: _occupy(cache, keep=5 * size)).result(10)
+        held = f.running.call(lambda: _occupy(cache, keep=5 * size))
         found = f.fill(keys)
         assert 0 < found <= 5
         assert [name.key for name in f.gets()] == keys[:found]
-        f.running.server.call(lambda: cache.pool.free_pages(held)).result(10)
+        f.running.call(lambda: cache.pool.free_pages(held))
 
 
 def _occupy(cache: Cache, keep: int) -> bytes:
@@ -91,18 +84,15 @@ def test_the_bound_is_an_eighth_of_l1_and_three_quarters_of_a_small_one(l1: int,
 def test_chunks_read_by_a_fill_are_not_evicted_before_its_last_read() -> None:
     """Other stores may not evict it meanwhile."""
     with filling(l1_bytes=L1_BYTES) as f:
-        keys = [*make_keys(15), *make_keys(5)]
-        for part in (keys[:15], keys[15:]):
-            f.store(part)
-            f.written(part)
-        f.forget_l1()
+        keys = make_keys(20)
+        f.only_in_l2(keys)
         f.tier.stopped, f.tier.kept_waiting = True, {keys[19]}
         number = f.begin(keys, wait_ms=10_000)
         wait_until(lambda: len(f.tier.waiting) == 20)
         f.tier.release()
         wait_until(lambda: len(f.tier.waiting) == 1)
         evicted = f.running.parts.cache.space
-        while f.running.server.call(lambda: evicted.evicted_chunks).result(10) < 40:
+        while f.running.call(lambda: evicted.evicted_chunks) < 40:
             f.store(make_keys(15))
         f.tier.kept_waiting = set()
         f.tier.release()
@@ -117,9 +107,9 @@ def test_a_hit_with_windows_is_cut_to_a_boundary_that_fits_and_nothing_is_read_f
         store_hybrid(f, keys, [4, 10])
         sizes = {name.group: -(-len(raw) // PAGE_BYTES) * PAGE_BYTES for name, (_, raw) in f.tier.objects.items()}
         cache = f.running.parts.cache
-        held = f.running.server.call(lambda: _occupy(cache, keep=6 * sizes[0] + sizes[1])).result(10)
+        held = f.running.call(lambda: _occupy(cache, keep=6 * sizes[0] + sizes[1]))
         assert f.fill(keys) == 4
         assert [(name.group, name.key) for name in f.gets()] == [(1, keys[3]), *((0, key) for key in keys[:4])]
-        f.running.server.call(lambda: cache.pool.free_pages(held)).result(10)
+        f.running.call(lambda: cache.pool.free_pages(held))
         f.worker.end_request()
         f.audit()

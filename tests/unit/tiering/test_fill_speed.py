@@ -13,9 +13,7 @@ from kvserver.protocol import LookupReply
 def slow_and_forgotten(f: Filling, seconds: float = 0.3) -> list[bytes]:
     """Chunks in a tier whose reads are known to take that long."""
     keys = make_keys(6)
-    f.store(keys)
-    f.written(keys)
-    f.forget_l1()
+    f.only_in_l2(keys)
     f.read_within(seconds, keys)
     f.worker.end_request("slow")
     f.forget_l1()
@@ -82,28 +80,24 @@ def test_fills_that_took_longer_than_expected_are_counted() -> None:
 def test_reads_that_fail_show_no_rate() -> None:
     with filling() as f:
         keys = make_keys(3)
-        f.store(keys)
-        f.written(keys)
-        f.forget_l1()
+        f.only_in_l2(keys)
         f.tier.fail = dict.fromkeys(keys, TierOutcome.CORRUPT)
         assert f.fill(keys) == 0
-        (tier,) = f.running.server.call(f.running.parts.storage.spill.status).result(10)
+        (tier,) = f.running.call(f.running.parts.storage.spill.status)
         assert tier.read_bytes_per_second == 0
         assert f.fill(keys) == 3
-        (tier,) = f.running.server.call(f.running.parts.storage.spill.status).result(10)
+        (tier,) = f.running.call(f.running.parts.storage.spill.status)
         assert tier.read_bytes_per_second > 0
 
 
 def test_queued_reads_count_for_the_expected_time_of_later_fills() -> None:
     with filling() as f:
         keys = make_keys(6)
-        f.store(keys)
-        f.written(keys)
-        f.forget_l1()
+        f.only_in_l2(keys)
         size = sum(len(raw) for _, raw in f.tier.objects.values()) // 6
 
         def queued() -> int:
-            return f.running.server.call(lambda: f.running.parts.storage.rates.queued_bytes).result(10)
+            return f.running.call(lambda: f.running.parts.storage.rates.queued_bytes)
 
         f.tier.stopped, f.tier.kept_waiting = True, {keys[5]}
         number = f.begin(keys)

@@ -15,9 +15,7 @@ from kvserver.snapshots import instances_status
 def test_what_another_daemon_wrote_to_a_shared_tier_is_found_at_the_first_lookup() -> None:
     with filling() as f:
         keys = make_keys(6)
-        content = f.store(keys)
-        f.written(keys)
-        f.forget_l1()
+        content = f.only_in_l2(keys)
         f.tier.shared, f.tier.known = True, set()
         assert f.lookup(keys).fill_chunks == 6, "what the tier has is not known"
         assert not f.gets()
@@ -66,9 +64,7 @@ def test_a_tier_that_failed_is_not_asked() -> None:
 def test_tier_is_not_asked_for_kv_that_only_one_process_or_machine_can_find() -> None:
     with filling() as f:
         keys = make_keys(3)
-        f.store(keys)
-        f.written(keys)
-        f.forget_l1()
+        f.only_in_l2(keys)
         f.worker.durability = Durability.PROCESS
         f.tier.shared = True
         assert f.lookup(keys) == LookupReply(0)
@@ -86,13 +82,11 @@ def test_an_engine_that_must_stay_on_its_machine_reads_from_no_tier_of_many() ->
         f.worker.attach()
         f.worker.register(machine_only="samples of its files name them")
         keys = make_keys(3)
-        f.store(keys)
-        f.written(keys)
-        f.forget_l1()
+        f.only_in_l2(keys)
         f.tier.shared = True
         assert f.fill(keys) == 0
         assert {kind for kind, _ in f.tier.began} == {"put"}
         f.tier.shared = False
         assert f.fill(keys) == 3
-        (status,) = f.running.server.call(partial(instances_status, f.running.parts)).result(10)
+        (status,) = f.running.call(partial(instances_status, f.running.parts))
         assert status.machine_only == "samples of its files name them"

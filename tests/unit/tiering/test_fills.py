@@ -16,20 +16,16 @@ from kvserver.protocol import LookupReply
 def test_a_fill_that_is_requested_once_serving_is_off_reads_nothing() -> None:
     with filling() as f:
         keys = make_keys(4)
-        f.store(keys)
-        f.written(keys)
-        f.forget_l1()
+        f.only_in_l2(keys)
         assert f.lookup(keys) == LookupReply(0, fill_chunks=4)
-        f.running.server.call(lambda: f.running.parts.serving.switch("off")).result(10)
+        f.running.call(lambda: f.running.parts.serving.switch("off"))
         assert (f.fill(keys), f.gets()) == (0, [])
 
 
 def test_chunks_that_left_l1_come_back_from_l2_byte_for_byte() -> None:
     with filling() as f:
         keys = make_keys(10)
-        content = f.store(keys)
-        f.written(keys)
-        f.forget_l1()
+        content = f.only_in_l2(keys)
         assert f.lookup(keys) == LookupReply(0, fill_chunks=10)
         assert f.fill(keys) == 10
         assert f.loaded(keys) == content
@@ -42,9 +38,7 @@ def test_chunks_that_left_l1_come_back_from_l2_byte_for_byte() -> None:
 def test_only_what_l1_lacks_is_read() -> None:
     with filling() as f:
         keys = make_keys(6)
-        content = f.store(keys)
-        f.written(keys)
-        f.forget_l1()
+        content = f.only_in_l2(keys)
         f.tier.objects, objects = {}, f.tier.objects
         f.worker.store(keys[:2], f.worker.blocks_for(2))
         f.tier.objects = objects
@@ -57,38 +51,32 @@ def test_only_what_l1_lacks_is_read() -> None:
 def test_what_a_fill_reads_is_of_no_session_and_what_was_resident_stays_the_sessions() -> None:
     with filling() as f:
         keys = make_keys(8)
-        f.store(keys)
-        f.written(keys)
-        f.forget_l1()
+        f.only_in_l2(keys)
         f.tier.objects, objects = {}, f.tier.objects
         f.worker.store(keys[:2], f.worker.blocks_for(2), session_id="a")
         f.tier.objects = objects
         assert f.worker.lookup(keys, "r", session_id="a") == 2
         assert f.fill(keys, session_id="a") == 8
         assert f.worker.lookup(keys, "r", session_id="a") == 8
-        sessions = f.running.server.call(lambda: [one.chunks for one in f.running.parts.cache.sessions]).result(10)
+        sessions = f.running.call(lambda: [one.chunks for one in f.running.parts.cache.sessions])
         assert sessions == [2]
 
 
 def test_a_hit_after_a_fill_shares_what_another_session_stored_meanwhile() -> None:
     with filling() as f:
         keys = make_keys(8)
-        f.store(keys)
-        f.written(keys)
-        f.forget_l1()
+        f.only_in_l2(keys)
         assert f.worker.lookup(keys, "r", session_id="b") == 0
         f.worker.store(keys, f.worker.blocks_for(8), session_id="a")
         assert f.fill(keys, session_id="b") == 8
-        sessions = f.running.server.call(lambda: [one.chunks for one in f.running.parts.cache.sessions]).result(10)
+        sessions = f.running.call(lambda: [one.chunks for one in f.running.parts.cache.sessions])
         assert sessions == [0, 0]
 
 
 def test_a_hit_ends_at_a_hole() -> None:
     with filling() as f:
         keys = make_keys(6)
-        f.store(keys)
-        f.written(keys)
-        f.forget_l1()
+        f.only_in_l2(keys)
         hole = next(name for name in f.tier.objects if name.key == keys[3])
         del f.tier.objects[hole]
         assert f.lookup(keys).fill_chunks == 3
@@ -100,9 +88,7 @@ def test_a_hit_ends_at_a_hole() -> None:
 def test_an_object_whose_read_fails_is_never_found(outcome: TierOutcome) -> None:
     with filling() as f:
         keys = make_keys(6)
-        content = f.store(keys)
-        f.written(keys)
-        f.forget_l1()
+        content = f.only_in_l2(keys)
         f.tier.fail = {keys[4]: outcome}
         assert f.fill(keys) == 4
         assert f.lookup(keys).hit_chunks == 4
@@ -114,8 +100,7 @@ def test_an_object_whose_read_fails_is_never_found(outcome: TierOutcome) -> None
 def test_the_next_tier_is_read_where_the_first_one_fails() -> None:
     with filling(more=["second"]) as f:
         keys = make_keys(6)
-        content = f.store(keys)
-        f.written(keys)
+        content = f.write(keys)
         second = f.running.parts.storage.tiers.all[1].tier
         assert isinstance(second, PlainTier)
         wait_until(lambda: len(second.objects) == 6)
@@ -129,9 +114,7 @@ def test_the_next_tier_is_read_where_the_first_one_fails() -> None:
 def test_another_namespace_finds_nothing() -> None:
     with filling() as f:
         keys = make_keys(3)
-        f.store(keys)
-        f.written(keys)
-        f.forget_l1()
+        f.only_in_l2(keys)
         other = Worker(f.running.endpoint, layout="other")
         assert other.ask(other.lookup_message(keys), LookupReply) == LookupReply(0)
         assert f.lookup(keys).fill_chunks == 3

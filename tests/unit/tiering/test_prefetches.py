@@ -17,10 +17,7 @@ from kvserver.tiering import MOST_PREFETCHES
 def prepared(f: Filling, count: int = 4) -> list[bytes]:
     """Keys of chunks that the tier has and L1 lacks; the engine is described."""
     keys = make_keys(count)
-    for first in range(0, count, 15):
-        f.store(keys[first : first + 15])
-        f.written(keys[first : first + 15])
-    f.forget_l1()
+    f.only_in_l2(keys)
     describe(f)
     return keys
 
@@ -41,15 +38,15 @@ def prefetch(f: Filling, keys: list[bytes], seconds: float = 600) -> PinReport:
         request = PinRequest(instance.described_prefix, instance.model_name, b"".join(keys), 1, (0,), seconds)
         return reports(f).begin(request)
 
-    return f.running.server.call(begin).result(10)
+    return f.running.call(begin)
 
 
 def shown(f: Filling) -> list[PinReport]:
-    return f.running.server.call(lambda: reports(f).all().prefetches).result(10)
+    return f.running.call(lambda: reports(f).all().prefetches)
 
 
 def delete(f: Filling, id: str) -> PinReport:
-    return f.running.server.call(lambda: reports(f).delete(id)).result(10)
+    return f.running.call(lambda: reports(f).delete(id))
 
 
 def ready(f: Filling) -> PinReport:
@@ -60,9 +57,7 @@ def ready(f: Filling) -> PinReport:
 def test_a_prompt_is_in_l1_before_its_request_with_the_bytes_that_were_stored() -> None:
     with filling() as f:
         keys = make_keys(4)
-        content = f.store(keys)
-        f.written(keys)
-        f.forget_l1()
+        content = f.only_in_l2(keys)
         describe(f)
         begun = prefetch(f, keys)
         assert (begun.outcome, begun.tokens, begun.ready_in_seconds) == ("accepted", 4 * tokens(f), None), begun
@@ -177,8 +172,8 @@ def test_a_deleted_prefetch_leaves_its_chunks_to_eviction() -> None:
 
 def _press(f: Filling) -> None:
     space = f.running.parts.cache.space
-    before = f.running.server.call(lambda: space.evicted_chunks).result(10)
-    while f.running.server.call(lambda: space.evicted_chunks).result(10) < before + 60:
+    before = f.running.call(lambda: space.evicted_chunks)
+    while f.running.call(lambda: space.evicted_chunks) < before + 60:
         f.store(make_keys(15))
 
 
@@ -256,7 +251,7 @@ def test_a_daemon_that_stops_while_it_reads_waits_for_no_prefetch() -> None:
         f.tier.stopped = True
         prefetch(f, keys)
         wait_until(lambda: len(f.tier.waiting) == 4)
-        f.running.server.call(f.running.parts.storage.end_fills).result(10)
+        f.running.call(f.running.parts.storage.end_fills)
         assert shown(f) == [] or shown(f)[0].ready_in_seconds == 0
         f.tier.release()
         f.audit()

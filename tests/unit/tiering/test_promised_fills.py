@@ -19,9 +19,7 @@ KEYS = make_keys(6)
 def f() -> Iterator[Filling]:
     """An engine whose stores are in another daemon's L2: nothing of them is known here."""
     with filling() as found:
-        found.store(KEYS)
-        found.written(KEYS)
-        found.forget_l1()
+        found.only_in_l2(KEYS)
         found.tier.shared, found.tier.known = True, set()
         yield found
 
@@ -155,4 +153,4 @@ def test_a_request_that_ends_while_its_fill_reads_begins_no_wait_for_stores(f: F
     assert f.reply(number, seconds=9).hit_chunks == 0
     f.tier.release()
     f.audit()
-    assert f.running.server.call(lambda: f.running.parts.cache.lease_count).result(10) == 0
+    assert f.running.call(lambda: f.running.parts.cache.lease_count) == 0

@@ -35,7 +35,7 @@ class Spilling(NamedTuple):
             self.worker.store(part, self.worker.blocks_for(len(part)))
 
     def status(self) -> TierStatus:
-        (status,) = self.running.server.call(self.running.parts.storage.spill.status).result(10)
+        (status,) = self.running.call(self.running.parts.storage.spill.status)
         return status
 
     def dropped(self) -> dict[str, int]:
@@ -269,7 +269,7 @@ def test_a_very_long_prompt_is_made_young_in_slices_from_its_end() -> None:
             assert one_turn()
 
         assert tiers.all
-        s.running.server.call(begin).result(10)
+        s.running.call(begin)
         wait_until(lambda: sum(map(len, touched)) == 1000 * 32)
         assert b"".join(reversed(touched)) == b"".join(keys)
         assert max(map(len, touched)) <= 256 * 32
@@ -290,10 +290,10 @@ def test_what_is_loaded_while_stores_are_off_is_not_written() -> None:
     with spilling("&admit=reused") as s:
         keys = make_keys(2)
         s.store(keys)
-        s.running.server.call(lambda: s.running.parts.serving.switch("stores-off")).result(10)
+        s.running.call(lambda: s.running.parts.serving.switch("stores-off"))
         s.worker.lookup(keys)
         s.worker.load(keys, s.worker.blocks_for(2, first=30))
-        s.running.server.call(lambda: s.running.parts.serving.switch("on")).result(10)
+        s.running.call(lambda: s.running.parts.serving.switch("on"))
         s.worker.load(keys[:1], s.worker.blocks_for(1, first=30))
         s.written(1)
         assert s.keys() == keys[:1]
@@ -385,12 +385,12 @@ def test_chunks_that_are_loaded_while_they_are_cleared_are_not_written() -> None
         s.store(keys)
         wait_until(lambda: len(s.tier.waiting) == 16)
         cache = s.running.parts.cache
-        chunks = s.running.server.call(lambda: list(cache.index)).result(10)
-        s.running.server.call(lambda: cache.pin_chunks(chunks)).result(10)
+        chunks = s.running.call(lambda: list(cache.index))
+        s.running.call(lambda: cache.pin_chunks(chunks))
         s.worker.ask(Clear(), Cleared)
         s.tier.release()
         wait_until(lambda: not s.status().queue_objects)
-        s.running.server.call(lambda: cache.unpin_chunks(chunks)).result(10)
+        s.running.call(lambda: cache.unpin_chunks(chunks))
         assert not s.tier.objects
         assert s.dropped() == {"cancelled": 16, "left_l1": 4}
         assert s.audit() is Audit.BALANCED
@@ -460,7 +460,7 @@ def test_drain_writes_the_queued_objects() -> None:
         s.store(make_keys(30))
         wait_until(lambda: len(s.tier.waiting) == 16)
         s.tier.release()
-        s.running.server.call(lambda: s.running.parts.upkeep.drain(5)).result(20)
+        s.running.call(lambda: s.running.parts.upkeep.drain(5))
         assert len(s.tier.objects) == 30
         assert s.tier.closed
 
