@@ -59,7 +59,7 @@ class RatedStore:
             client, _ = self._listener.accept()
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, TURN_BYTES)  # what is sent is away, nearly
-            client.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, int(self._rate))
+            client.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, min(int(self._rate), (1 << 31) - 1))
             threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
     def _serve(self, client: socket.socket) -> None:
