@@ -240,9 +240,6 @@ class Tier:
         self.requests[what], self.busiest[what] = self._ask()
         return self._size * len(self._memory) / seconds / 1e6
 
-    def buffer_bytes(self) -> int:
-        return sum(lane.buffer.bytes for lane in self.daemon.tier._lanes._lanes)  # type: ignore[attr-defined]
-
     def _ask(self) -> tuple[dict[str, int], int]:
         self._pipe.send("counts")
         counts, busiest = self._pipe.recv()

@@ -44,7 +44,7 @@ _MOST_PARTS = 16  # of one value, whose parts are larger then; all that are read
 _MOST_UPLOADED = 4  # parts of a value that are put at once: the puts of all lanes may share their line with gets
 _UPLOAD_BYTES = 16 << 20  # of the largest value that is put by one request
 _UPLOAD_PART_BYTES = 5 << 20  # of the smallest part of a larger one: S3 takes less of the last one only
-_PIECE_BYTES = 1 << 20  # of a part in the client's memory at a time
+_PIECE_BYTES = 512 << 10  # of a part in the client's memory at a time
 _MOST_RETRIES = 2  # of one request, inside its time-out: S3 answers 503 where it wants less of them
 _NO_SPACE = ("QuotaExceeded", "StorageFull", "507 Insufficient Storage")
 _RENEWAL = timedelta(hours=12)  # of ids in use: the shortest lifecycle rule is a day
@@ -104,7 +104,7 @@ class _S3Client:
 
         self.most_value_bytes = _MOST_VALUE_BYTES
         self._obstore, self._url, self._seconds = obstore, url, url.seconds_for(size)
-        self._slow_seconds = url.seconds_for(_MOST_PARTS * _PIECE_BYTES)  # the parts may share a slow line
+        self._slow_seconds = url.seconds_for(2 * _MOST_PARTS * _PIECE_BYTES)  # the parts may share a slow line
         self._exists_already = AlreadyExistsError
         self._renews, self._knows_uploads = not url.read_only, True
         self._loop = asyncio.new_event_loop()

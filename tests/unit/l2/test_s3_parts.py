@@ -86,7 +86,7 @@ def test_a_large_object_is_read_in_parts_at_once(daemon: TierDaemon, proxy: IllP
     assert len(ranges) == len(set(ranges)) == 4
 
 
-@pytest.mark.parametrize(("size", "parts"), [(2 << 20, 1), (4 << 20, 2), (8 << 20, 4), (84 << 20, 16)])
+@pytest.mark.parametrize(("size", "parts"), [(2 << 20, 1), (4 << 20, 2), (8 << 20, 4), (34 << 20, 16)])
 def test_the_header_of_a_record_is_no_part_of_its_own(
     client: StoreClient, proxy: IllProxy, server: S3Server, prefix: str, size: int, parts: int
 ) -> None:
