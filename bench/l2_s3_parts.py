@@ -4,7 +4,8 @@
 
 The store is a process that answers each connection at this rate, by the kernel's pacing, and counts requests. `whole` is the tier with
 parts as large as the value. `of rate`: of what so many connections may carry. `plain`: what as many plain sockets read from the same
-store of as many bytes, in the same rounds, with no tier; the machine carries no more.
+store of as many bytes, in the same rounds, with no tier; the machine carries no more. A get is faster if all parts begin at once, if
+pieces are copied to L1 while others arrive, and if no part is tiny; pieces of 1 MiB, or a part in one piece, are slower.
 """
 
 from __future__ import annotations
