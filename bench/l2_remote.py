@@ -190,7 +190,7 @@ def measure(kind: str, url: str, size: int) -> list[list[object]]:
 
 def requests_of_s3() -> list[list[object]]:
     """HEADs, PUTs and GETs of a prompt that one daemon looks up, writes and looks up again, and another one looks up and reads."""
-    pipe, server, url = start_store(1e6)
+    pipe, server, _, url = start_store(1e6)
     daemons = [TierDaemon(url) for _ in range(2)]
     rows: list[list[object]] = []
 

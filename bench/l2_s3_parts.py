@@ -1,14 +1,17 @@
 """Objects of S3 behind connections of a given rate: put and read in parts beside by one request each, in turn, in one run.
 
-    .venv/bin/python bench/l2_s3_parts.py [--size MB ...] [--rate MB]
+    .venv/bin/python bench/l2_s3_parts.py [--size MB ...] [--rate MB] [--gets]
 
-The store is a process that answers each connection at this rate and counts requests. `whole` is the tier with parts as large as
-the value. `of rate`: of what so many connections may carry.
+The store is a process that answers each connection at this rate, by the kernel's pacing, and counts requests. `whole` is the tier with
+parts as large as the value. `of rate`: of what so many connections may carry. `plain`: what as many plain sockets read from the same
+store of as many bytes, in the same rounds, with no tier; the machine carries no more. A get is faster if all parts begin at once, if
+pieces are copied to L1 while others arrive, and if no part is tiny; pieces of 1 MiB, or a part in one piece, are slower.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import multiprocessing
 import os
@@ -18,7 +21,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -34,6 +38,8 @@ from kvserver.l2 import ObjectMemory, ObjectName, TierOutcome
 from kvserver.l2.remote import s3
 
 ROUNDS, TURN_BYTES = 5, 64 << 10
+HEADS = ["MB", "objects", "", "", "MB/s", "times", "connections", "of rate", "plain", "of plain", "requests a 1000"]
+SO_MAX_PACING_RATE = 47  # of Linux; `socket` has no name for it
 PARTS = s3._PART_BYTES, s3._UPLOAD_BYTES
 
 
@@ -53,6 +59,8 @@ class RatedStore:
         while True:
             client, _ = self._listener.accept()
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, TURN_BYTES)  # what is sent is away, nearly
+            client.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, min(int(self._rate), (1 << 31) - 1))
             threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
     def _serve(self, client: socket.socket) -> None:
@@ -125,23 +133,27 @@ class RatedStore:
             self._send(client, memoryview(found)[first : last + 1])
 
     def _send(self, client: socket.socket, body: memoryview) -> None:
-        self._in_turns(len(body), lambda first, last: client.sendall(body[first:last]))
+        with self._counted():
+            client.sendall(body)
 
     def _receive(self, stream: io.BufferedReader, size: int) -> bytes:
         turns: list[bytes] = []
-        if size:
-            self._in_turns(size, lambda first, last: turns.append(stream.read(last - first)))
+        if size == 0:
+            return b""
+        with self._counted():
+            began = time.perf_counter()
+            for at in range(0, size, TURN_BYTES):
+                end = min(at + TURN_BYTES, size)
+                turns.append(stream.read(end - at))
+                time.sleep(max(0.0, began + end / self._rate - time.perf_counter()))
         return b"".join(turns)
 
-    def _in_turns(self, size: int, move: Callable[[int, int], None]) -> None:
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
         with self._lock:
             self.busy += 1
             self.busiest = max(self.busiest, self.busy)
-        began = time.perf_counter()
-        for at in range(0, size, TURN_BYTES):
-            end = min(at + TURN_BYTES, size)
-            move(at, end)
-            time.sleep(max(0.0, began + end / self._rate - time.perf_counter()))
+        yield
         with self._lock:
             self.busy -= 1
 
@@ -156,13 +168,41 @@ def serve(rate: float, pipe: Connection) -> None:
         pipe.send(store.take_counts())
 
 
-def start_store(rate: float) -> tuple[Connection, SpawnProcess, str]:
-    """A pipe to the store, its process and a tier's URL. `rate`: MB/s of a connection."""
+class PlainSockets:
+    """As many bytes by as many connections, without a client of S3."""
+
+    def __init__(self, port: int, connections: int, total: int) -> None:
+        self._share = total // connections
+        self._clients = [socket.create_connection(("127.0.0.1", port)) for _ in range(connections)]
+        self._threads = ThreadPoolExecutor(connections)
+        self._clients[0].sendall(
+            b"PUT /plain HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % self._share + bytes(self._share)
+        )
+        self._clients[0].recv(TURN_BYTES)
+
+    def get(self) -> float:
+        """MB/s."""
+        began = time.perf_counter()
+        list(self._threads.map(self._read, self._clients))
+        return self._share * len(self._clients) / (time.perf_counter() - began) / 1e6
+
+    def _read(self, client: socket.socket) -> None:
+        buffer = bytearray(1 << 20)
+        client.sendall(b"GET /plain HTTP/1.1\r\n\r\n")
+        first = client.recv(TURN_BYTES)
+        left = self._share - len(first.partition(b"\r\n\r\n")[2])
+        while left:
+            left -= client.recv_into(buffer, min(left, len(buffer)), socket.MSG_WAITALL)
+
+
+def start_store(rate: float) -> tuple[Connection, SpawnProcess, int, str]:
+    """A pipe to the store, its process and port, and a tier's URL. `rate`: MB/s of a connection."""
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
     server = context.Process(target=serve, args=(rate * 1e6, theirs), daemon=True)
     server.start()
-    return pipe, server, f"s3://bucket/bench?endpoint=http://127.0.0.1:{pipe.recv()}&region=us-east-1&timeout=60s"
+    port = pipe.recv()
+    return pipe, server, port, f"s3://bucket/bench?endpoint=http://127.0.0.1:{port}&region=us-east-1&timeout=60s"
 
 
 class Tier:
@@ -179,8 +219,12 @@ class Tier:
     def put(self) -> float:
         """MB/s."""
         self._pipe.send("forget")
-        self._first += len(self._memory)
+        self.skip()
         return self._run("PUT", lambda which, memory: self.daemon.tier.put(which, memory, b"", within(100)))
+
+    def skip(self) -> None:
+        """Count a put that another tier makes."""
+        self._first += len(self._memory)
 
     def get(self) -> float:
         return self._run("GET", lambda which, memory: self.daemon.tier.get(which, memory, within(100)))
@@ -197,9 +241,6 @@ class Tier:
         self.requests[what], self.busiest[what] = self._ask()
         return self._size * len(self._memory) / seconds / 1e6
 
-    def buffer_bytes(self) -> int:
-        return sum(lane.buffer.bytes for lane in self.daemon.tier._lanes._lanes)  # type: ignore[attr-defined]
-
     def _ask(self) -> tuple[dict[str, int], int]:
         self._pipe.send("counts")
         counts, busiest = self._pipe.recv()
@@ -210,34 +251,48 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=float, nargs="+", default=[8, 84], help="MB of an object")
     parser.add_argument("--rate", type=float, default=60, help="MB/s of a connection")
+    parser.add_argument("--gets", action="store_true", help="one put, to have something to get")
     arguments = parser.parse_args()
     os.environ.update(CREDENTIALS)
     rows: list[list[object]] = []
     for megabytes in arguments.size:
-        size = int(megabytes * 1e6)
         for count in (1, max(6, int(400 / megabytes))):
-            pipe, server, url = start_store(arguments.rate)
-            tiers = [Tier(url, size, count, parts, pipe) for parts in ((1 << 40, 1 << 40), PARTS)]
-            for what in ("PUT", "GET"):  # both read what the second one put last
-                found: list[list[float]] = [[], []]
-                for _ in range(ROUNDS):
-                    for tier, speeds in zip(tiers, found, strict=True):
-                        speeds.append(tier.put() if what == "PUT" else tier.get())
-                for how, tier, speeds in zip(("whole", "parts"), tiers, found, strict=True):
-                    requests = sum(tier.requests[what].get(each, 0) for each in {what, "POST"})
-                    busiest, speed = tier.busiest[what], median(speeds)
-                    rows.append([megabytes, count, what, how, speed, speed / median(found[0]), busiest])
-                    rows[-1] += [speed / busiest / arguments.rate, requests / count * 1000, tier.buffer_bytes() / 1e6]
-            for tier in tiers:
-                tier.daemon.tier.close(within(5))
-            pipe.send(False)
-            server.join()
-    print(
-        table(
-            ["MB", "objects", "", "", "MB/s", "times", "connections", "of rate", "requests a 1000", "buffers MB"],
-            rows,
-        )
-    )
+            rows += measure(megabytes, count, arguments.rate, arguments.gets)
+    print(table(HEADS, rows))
+
+
+def measure(megabytes: float, count: int, rate: float, gets: bool) -> list[list[object]]:
+    """Rows of one size and number at once."""
+    rows: list[list[object]] = []
+    size = int(megabytes * 1e6)
+    pipe, server, port, url = start_store(rate)
+    tiers = [Tier(url, size, count, parts, pipe) for parts in ((1 << 40, 1 << 40), PARTS)]
+    for what in ("PUT", "GET"):  # both read what the second one put last
+        if gets and what == "PUT":
+            tiers[0].skip()
+            tiers[1].put()
+            continue
+        found: list[list[float]] = [[], []]
+        plain: list[float] = []
+        sockets: PlainSockets | None = None
+        for _ in range(ROUNDS):
+            for tier, speeds in zip(tiers, found, strict=True):
+                speeds.append(tier.put() if what == "PUT" else tier.get())
+            if what == "GET":
+                sockets = sockets or PlainSockets(port, tiers[1].busiest[what], size * count)
+                plain.append(sockets.get())
+        for how, tier, speeds in zip(("whole", "parts"), tiers, found, strict=True):
+            requests = sum(tier.requests[what].get(each, 0) for each in {what, "POST"})
+            busiest, speed = tier.busiest[what], median(speeds)
+            carried = median(plain) if plain and how == "parts" else float("nan")
+            rows.append([megabytes, count, what, how, speed, speed / median(found[0]), busiest])
+            rows[-1] += [speed / busiest / rate, carried, speed / carried]
+            rows[-1] += [requests / count * 1000]
+    for tier in tiers:
+        tier.daemon.tier.close(within(5))
+    pipe.send(False)
+    server.join()
+    return rows
 
 
 if __name__ == "__main__":

@@ -169,4 +169,34 @@ RecordMatch Record::unpack(std::span<const std::byte> from) const {
     return digest.value() == expected ? RecordMatch::kMatch : RecordMatch::kCorrupt;
 }
 
+void Record::unpack_piece(std::byte* header, uint64_t at, std::span<const std::byte> piece) const {
+    if (at > packed_bytes() || piece.size() > packed_bytes() - at)
+        throw std::invalid_argument("the piece ends behind the record");
+    const auto take = [&](std::byte* to, uint64_t begin, uint64_t bytes) {  // of the record's bytes
+        if (piece.empty() || at >= begin + bytes) return;
+        const uint64_t part = std::min<uint64_t>(piece.size(), begin + bytes - at);
+        copy_bytes(to + (at - begin), piece.data(), part);
+        at += part;
+        piece = piece.subspan(part);
+    };
+    take(header, 0, kHeaderBytes);
+    uint64_t begin = kHeaderBytes;
+    for (const auto& slot : slots_) {
+        for (const MemoryPiece& memory : slot) {
+            take(memory.data, begin, memory.bytes);
+            begin += memory.bytes;
+        }
+    }
+    finish_copies();
+}
+
+RecordMatch Record::match_written(const std::byte* header) const {
+    if (const RecordMatch found = match(header); found != RecordMatch::kMatch) return found;
+    Digest digest;
+    digest.update(header_.data(), header_.size());
+    for (const auto& slot : slots_)
+        for (const MemoryPiece& memory : slot) digest.update(memory.data, memory.bytes);
+    return digest.value() == digest_in(header) ? RecordMatch::kMatch : RecordMatch::kCorrupt;
+}
+
 }  // namespace kvserver

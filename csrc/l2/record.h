@@ -83,6 +83,13 @@ class Record : public std::enable_shared_from_this<Record> {
     // Scatter a packed record, and match what has been scattered: only after kMatch does it count.
     // Of one whose header or length is another, nothing is.
     RecordMatch unpack(std::span<const std::byte> from) const;
+    // The same of a record that arrives in pieces, in any order: copy the bytes from byte `at` of
+    // the packed record on to `header` and L1. Throws std::invalid_argument if they end behind it.
+    // REQUIRES: kHeaderBytes at `header`.
+    void unpack_piece(std::byte* header, uint64_t at, std::span<const std::byte> piece) const;
+    // Match the header, and with its digest what L1 has now: what was written counts only after
+    // kMatch. REQUIRES: kHeaderBytes at `header`; nothing else writes to the slots.
+    RecordMatch match_written(const std::byte* header) const;
 
   private:
     const std::shared_ptr<HostRegion> region_;  // kept mapped

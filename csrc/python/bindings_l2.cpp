@@ -91,6 +91,20 @@ RecordMatch unpack(const Record& record, const Memory& from) {
     return record.unpack({buffer.data(), buffer.size()});
 }
 
+void unpack_piece(const Record& record, const Memory& header, uint64_t at, const Memory& piece) {
+    const Buffer to(header, PyBUF_WRITABLE), from(piece);
+    if (to.size() != kHeaderBytes) throw std::invalid_argument("the header has another size");
+    nb::gil_scoped_release released;
+    record.unpack_piece(to.data(), at, {from.data(), from.size()});
+}
+
+RecordMatch match_written(const Record& record, const Memory& header) {
+    const Buffer from(header);
+    if (from.size() != kHeaderBytes) throw std::invalid_argument("the header has another size");
+    nb::gil_scoped_release released;
+    return record.match_written(from.data());
+}
+
 std::shared_ptr<FileDevice> make_device(int fd, uint64_t page_bytes, uint64_t pages,
                                         unsigned threads, std::shared_ptr<FileCalls> calls) {
     return std::make_shared<FileDevice>(DataFile{fd, page_bytes, pages}, threads, std::move(calls));
@@ -308,6 +322,11 @@ void bind_l2(nb::module_& m) {
         .def("unpack", &unpack, "buffer"_a,
              "Write a packed record to L1, and match what was written; one of another header or "
              "length writes nothing.")
+        .def("unpack_piece", &unpack_piece, "header"_a, "at"_a, "piece"_a,
+             "Write bytes of a packed record, from its byte `at` on, to `header`, which has "
+             "RECORD_HEADER_BYTES, and to L1. Pieces come in any order.")
+        .def("match_written", &match_written, "header"_a,
+             "Match a header, and by its digest what L1 has.")
         .def_prop_ro("packed_bytes", &Record::packed_bytes)
         .def_prop_ro("file_bytes", &Record::file_bytes)
         // The last: in the types that are read from here its name hides that of Python's bytes.

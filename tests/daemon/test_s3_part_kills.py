@@ -15,7 +15,7 @@ from support.s3 import S3Server, one_server
 from support.worker import Worker, make_keys
 
 ROUNDS, PROMPTS, CHUNKS = 24, 4, 2
-GEOMETRY = awkward(num_blocks=32, scale=3800)  # a chunk of four blocks has 19 MB: four parts to put, ten to get
+GEOMETRY = awkward(num_blocks=32, scale=3800)  # a chunk of four blocks has 19 MB: four parts to put, nine to get
 OF_PUTS = ["none", "cut", "refused", "flipped", "hangs", "store killed", "daemon killed"]
 OF_GETS = ["none", "cut", "short", "flipped", "hangs"]
 STEPS = ["begin", "part 1", "part 2", "part 4", "complete"]

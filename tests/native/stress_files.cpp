@@ -303,6 +303,16 @@ void packed_records() {
         CHECK(target.unpack(packed) == RecordMatch::kMatch);
         CHECK(at[kPage] == content(i));
         CHECK(scene.targets[(i + 1) % kRecords].record->unpack(packed) == RecordMatch::kCorrupt);
+        std::vector<std::byte> header(kHeaderBytes);
+        const uint64_t step = 1 + random() % packed.size();
+        for (uint64_t end = packed.size(); end != 0; end -= std::min(step, end)) {
+            const uint64_t size = std::min(step, end);
+            const std::vector<std::byte> piece(packed.begin() + static_cast<long>(end - size),
+                                               packed.begin() + static_cast<long>(end));
+            CHECK(target.match_written(header.data()) != RecordMatch::kMatch);
+            target.unpack_piece(header.data(), end - size, piece);
+        }
+        CHECK(target.match_written(header.data()) == RecordMatch::kMatch);
     }
 }
 

@@ -1,8 +1,9 @@
 """Client of a bucket of S3, or of a store that speaks its protocol: `obstore`.
 
 Credentials are those of the environment (AWS_ACCESS_KEY_ID, ..., web identity, the machine's role); a URL has none. A value that
-is read stays in the client's own memory until the caller releases it. A large one is read in parts into the lane's buffer, each by a
-connection of its own. `If-Match` keeps parts of two writes apart, and the record's checks cover them all. A larger one is also written
+is read stays in the client's own memory until the caller releases it. A large one is read in parts, each by a connection of its own,
+whose pieces the caller writes where they belong. The e_tag keeps parts of two writes apart, and the record's checks cover them all. A
+larger one is also written
 in parts: S3 shows it once all are there. The library sends a part that failed again, and ends an upload that fails as a whole.
 
 Expiry is the bucket's: a lifecycle rule, which would remove ids as well. So ids in use are written anew.
@@ -17,17 +18,19 @@ import re
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta, timezone
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar, cast
 
 from kvserver.config import TierUrl
 from kvserver.l2.remote.store import (
+    ReadPieces,
     StoreClient,
     StoreError,
     StoreFull,
     StoreRefused,
     StoreTimeout,
     StoreTooLarge,
+    WritePiece,
 )
 from kvserver.l2.remote.tls import authorities_of
 from kvserver.protocol import ConfigError
@@ -36,12 +39,12 @@ T = TypeVar("T")
 
 _MOST_VALUE_BYTES = 5 << 30  # of one PUT
 _MOST_QUESTIONS = 16  # requests at once, of objects, too
-_PART_BYTES = 2 << 20  # of the smallest part of a value that is read; up to so many it is read by one request
+_PART_BYTES = 2 << 20  # of a part of a value that is read, about; one of less than two parts is read by one request
 _MOST_PARTS = 16  # of one value, whose parts are larger then; all that are read are under way at once
 _MOST_UPLOADED = 4  # parts of a value that are put at once: the puts of all lanes may share their line with gets
 _UPLOAD_BYTES = 16 << 20  # of the largest value that is put by one request
 _UPLOAD_PART_BYTES = 5 << 20  # of the smallest part of a larger one: S3 takes less of the last one only
-_PIECE_BYTES = 1 << 20  # of a part in the client's memory at a time
+_PIECE_BYTES = 512 << 10  # of a part in the client's memory at a time
 _MOST_RETRIES = 2  # of one request, inside its time-out: S3 answers 503 where it wants less of them
 _NO_SPACE = ("QuotaExceeded", "StorageFull", "507 Insufficient Storage")
 _RENEWAL = timedelta(hours=12)  # of ids in use: the shortest lifecycle rule is a day
@@ -101,7 +104,7 @@ class _S3Client:
 
         self.most_value_bytes = _MOST_VALUE_BYTES
         self._obstore, self._url, self._seconds = obstore, url, url.seconds_for(size)
-        self._slow_seconds = url.seconds_for(_MOST_PARTS * _PIECE_BYTES)  # the parts may share a slow line
+        self._slow_seconds = url.seconds_for(2 * _MOST_PARTS * _PIECE_BYTES)  # the parts may share a slow line
         self._exists_already = AlreadyExistsError
         self._renews, self._knows_uploads = not url.read_only, True
         self._loop = asyncio.new_event_loop()
@@ -135,31 +138,18 @@ class _S3Client:
             retry_config={"max_retries": _MOST_RETRIES, "retry_timeout": timedelta(seconds=self._seconds)},
         )
 
-    def get(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[memoryview | StoreError | None]:
-        async def get(name: str, buffer: memoryview) -> memoryview | None:
-            step = max(_PART_BYTES, -(-len(buffer) // _MOST_PARTS))
-            in_parts = step < len(buffer)
+    def get(
+        self, names: Sequence[str], buffers: Sequence[memoryview]
+    ) -> Sequence[memoryview | ReadPieces | StoreError | None]:
+        async def get(name: str, buffer: memoryview) -> memoryview | ReadPieces | None:
+            if _parts_of(len(buffer)) > 1:
+                return partial(self._read_in_parts, name, len(buffer))
             try:
-                found = await self._obstore.get_async(
-                    self._store, name, options={"range": (0, step)} if in_parts else {}
-                )
+                found = await self._obstore.get_async(self._store, name)
             except FileNotFoundError as error:
                 _require_bucket(error)
                 return None
-            if not in_parts:
-                return buffer[:0] if found.meta["size"] > len(buffer) else memoryview(await found.bytes_async())
-            if found.meta["size"] != len(buffer):
-                return buffer[:0]
-            parts = [
-                self._read_part(
-                    name, start, buffer[start : start + step], found.meta["e_tag"], None if start else found
-                )
-                for start in range(0, len(buffer), step)
-            ]
-            answers = await asyncio.wait_for(asyncio.gather(*parts, return_exceptions=True), self._seconds)
-            if errors := [answer for answer in answers if answer is not None]:
-                raise errors[0]
-            return buffer
+            return buffer[:0] if found.meta["size"] > len(buffer) else memoryview(await found.bytes_async())
 
         return self._each(get, names, buffers)
 
@@ -168,26 +158,62 @@ class _S3Client:
         """Seconds that a part may stand still. A second request has as long."""
         return min(self._slow_seconds, self._seconds / 2)
 
-    async def _read_part(self, name: str, start: int, part: memoryview, tag: str | None, found: Any) -> None:
-        """Fill `part` from the object's byte `start` on. One that fails or stands still is requested once more."""
-        options: Any = {"range": (start, start + len(part)), "if_match": tag}
+    def _read_in_parts(self, name: str, size: int, write: WritePiece) -> bool | StoreError | None:
+        step = -(-size // _parts_of(size))
+        tags: list[str | None] = []
+
+        async def read(name: str) -> bool | None:
+            parts = [
+                asyncio.ensure_future(self._read_part(name, size, (start, min(start + step, size)), tags, write))
+                for start in range(0, size, step)
+            ]
+            try:
+                await asyncio.wait_for(asyncio.gather(*parts), self._seconds)
+            except FileNotFoundError as error:
+                _require_bucket(error)
+                return None
+            except _OtherSizeError:
+                return False
+            finally:
+                for part in parts:
+                    part.cancel()
+                await asyncio.gather(*parts, return_exceptions=True)  # none of them writes any more
+            return True
+
+        return self._each(read, [name])[0]
+
+    async def _read_part(
+        self, name: str, size: int, part: tuple[int, int], tags: list[str | None], write: WritePiece
+    ) -> None:
+        """Read bytes [begin, end) of an object. A part that fails or stands still is requested once more. `tags`: the object's e_tag,
+        once a part has it."""
+        at, end = part
         for last in (False, True):
             try:
-                if found is None:
-                    request = self._obstore.get_async(self._store, name, options=options)
-                    found = await asyncio.wait_for(request, self._piece_seconds)
-                end, pieces = 0, aiter(found.stream(min_chunk_size=_PIECE_BYTES))
-                while end < len(part):
-                    piece = await asyncio.wait_for(anext(pieces), self._piece_seconds)
-                    part[end : end + len(piece)] = memoryview(piece)
-                    end += len(piece)
+                request = self._obstore.get_async(self._store, name, options={"range": part})
+                found = await asyncio.wait_for(request, self._piece_seconds)
+                if found.meta["size"] != size:
+                    raise _OtherSizeError
+                tags.append(found.meta["e_tag"])
+                if tags[-1] != tags[0]:
+                    raise StoreRefused("it was replaced while it was read")
+                (at, _), pieces = part, aiter(found.stream(min_chunk_size=_PIECE_BYTES))
+                while at < end:
+                    piece = memoryview(await asyncio.wait_for(anext(pieces), self._piece_seconds))
+                    if len(piece) > end - at:
+                        raise ValueError("a part of it is too long")
+                    write(at, piece)
+                    at += len(piece)
                 return
-            except (self._obstore.exceptions.PreconditionError, FileNotFoundError):
-                raise StoreRefused("it was replaced or removed while it was read") from None
-            except (self._obstore.exceptions.BaseError, OSError, ValueError, StopAsyncIteration, asyncio.TimeoutError):
+            except FileNotFoundError:
+                raise
+            except (
+                self._obstore.exceptions.BaseError, OSError, ValueError, StopAsyncIteration, asyncio.TimeoutError,
+            ) as error:  # fmt: skip
+                if "status code: 416" in str(error):  # the object ends before this part
+                    raise _OtherSizeError from None
                 if last:
                     raise
-                found = None
 
     def put(self, names: Sequence[str], values: Sequence[memoryview]) -> list[StoreError | None]:
         async def put(name: str, value: memoryview) -> None:
@@ -312,6 +338,15 @@ class _S3Client:
             raise
         except (self._obstore.exceptions.BaseError, OSError, ValueError) as error:
             raise _store_error(error) from None
+
+
+class _OtherSizeError(Exception):
+    """The object has not the size of the wanted one."""
+
+
+def _parts_of(size: int) -> int:
+    """Number of parts that a value of so many bytes is read in."""
+    return min(_MOST_PARTS, round(size / _PART_BYTES))
 
 
 class _NotImplementedError(StoreRefused):

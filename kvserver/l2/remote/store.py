@@ -39,6 +39,12 @@ class StoreClosed(StoreError):
     """Client that is of no use any more: make another one."""
 
 
+WritePiece: TypeAlias = Callable[[int, memoryview], None]  # bytes of a value, and where in it they begin
+# Read a large value: its pieces are written in any order, and some of them twice. All calls come from the thread that reads. None: there
+# is no value. False: it has another size. What `write` raises ends the read, and is raised. Nothing is written after the return.
+ReadPieces: TypeAlias = Callable[[WritePiece], bool | StoreError | None]
+
+
 class StoreClient(Protocol):
     """Client of a store. REQUIRES: the memory of get() and put() is that of the buffer which the client was made with."""
 
@@ -46,11 +52,13 @@ class StoreClient(Protocol):
     most_questions: int  # that exist() puts into one round trip
     asks_apart: bool  # each of them is a request of its own
 
-    def get(self, names: Sequence[str], buffers: Sequence[memoryview]) -> list[memoryview | StoreError | None]:
+    def get(
+        self, names: Sequence[str], buffers: Sequence[memoryview]
+    ) -> Sequence[memoryview | ReadPieces | StoreError | None]:
         """Values by name, all in one round trip where the store can.
 
         A value is in its buffer or in memory of the client's own. None: there is none. Empty: it is larger than its buffer.
-        StoreError: why it could not be read.
+        StoreError: why it could not be read. ReadPieces: it was not requested yet, since it is large.
         """
         ...
 

@@ -14,13 +14,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from kvserver._native import HostRegion, Record, RecordMatch
+from kvserver._native import RECORD_HEADER_BYTES, HostRegion, Record, RecordMatch
 from kvserver.l2.base import ObjectMemory, ObjectName, TierOutcome
 from kvserver.l2.remote.generations import Generations
 from kvserver.l2.remote.lanes import Job, JobEnded, Lane
 from kvserver.l2.remote.names import Names
 from kvserver.l2.remote.search import chain_length
-from kvserver.l2.remote.store import StoreError, StoreFull, StoreRefused, StoreTimeout
+from kvserver.l2.remote.store import ReadPieces, StoreError, StoreFull, StoreRefused, StoreTimeout
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +90,24 @@ def _read(item: StoreObject, match: RecordMatch | StoreError | None, changed: bo
     return answer(TierOutcome.DONE, item.memory.bytes, exists=[(item.name, True)])
 
 
+def _read_pieces(job: TierJob, lane: Lane, record: Record, read: ReadPieces) -> RecordMatch | StoreError | None:
+    """Write a record's pieces to L1 as they arrive, and match it then. JobEnded: so has the job, and nothing is written after."""
+    header = bytearray(RECORD_HEADER_BYTES)
+
+    def write(at: int, piece: memoryview) -> None:
+        with lane.inside(job):
+            record.unpack_piece(header, at, piece)
+
+    found = read(write)
+    if found is None or isinstance(found, StoreError):
+        return found
+    if not found:
+        return RecordMatch.CORRUPT
+    with lane.inside(job):
+        match = record.match_written(header)
+    return match
+
+
 class StoreWork:
     """Requests to one store. `read_only`: nothing is written, deleted or created."""
 
@@ -152,10 +170,12 @@ class StoreWork:
             with contextlib.suppress(JobEnded):
                 if packed is None or isinstance(packed, StoreError):
                     matches[job] = packed
-                    continue
-                with lane.inside(job):
-                    match = record.unpack(packed)
-                matches[job] = match
+                elif isinstance(packed, memoryview):
+                    with lane.inside(job):
+                        match = record.unpack(packed)
+                    matches[job] = match
+                else:
+                    matches[job] = _read_pieces(job, lane, record, packed)
         useless = (RecordMatch.CORRUPT, RecordMatch.OTHER)
         if wrong := [place for job, place in zip(jobs, where, strict=True) if matches.get(job) in useless]:
             self._remove(lane, wrong)  # a store may keep it, else, when the right one is put

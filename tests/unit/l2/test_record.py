@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import random
 from dataclasses import dataclass, replace
 
@@ -102,6 +103,7 @@ def test_a_record_of_another_header_is_refused_and_l1_is_untouched(other: Fields
     packed = l1.record(Fields(), SLOTS).pack()
     before = l1.memory.raw
     assert l1.record(other, OTHER_SLOTS).unpack(packed) is match
+    assert l1.record(other, OTHER_SLOTS).match_written(packed[:RECORD_HEADER_BYTES]) is match
     assert l1.memory.raw == before
 
 
@@ -123,6 +125,50 @@ def test_a_record_that_ends_early_is_corrupt(cut: int) -> None:
     record = l1.record(Fields(), SLOTS)
     assert record.unpack(record.pack()[:cut]) is RecordMatch.CORRUPT
     assert record.unpack(record.pack() + b"x") is RecordMatch.CORRUPT
+
+
+@given(st.lists(st.integers(0, RECORD_HEADER_BYTES + 4 * PAGE + 1)), st.randoms(use_true_random=False))
+@examples(100)
+def test_a_record_in_pieces_of_any_order_is_as_a_whole_one(cuts: list[int], shuffle: random.Random) -> None:
+    l1 = L1()
+    packed = l1.record(Fields(), SLOTS).pack()
+    record, before, header = l1.record(Fields(), OTHER_SLOTS), l1.memory.raw, bytearray(RECORD_HEADER_BYTES)
+    ends = sorted([0, *cuts, len(packed)])
+    pieces = list(itertools.pairwise(ends))
+    shuffle.shuffle(pieces)
+    for begin, end in pieces:
+        record.unpack_piece(header, begin, packed[begin:end])
+    assert record.match_written(header) is RecordMatch.MATCH
+    written = l1.memory.raw
+    l1.memory.raw = before
+    assert record.unpack(packed) is RecordMatch.MATCH
+    assert l1.memory.raw == written
+
+
+@pytest.mark.parametrize("at", [0, 100, RECORD_HEADER_BYTES, RECORD_HEADER_BYTES + PAGE, -1])
+def test_a_byte_of_a_piece_that_is_wrong_or_not_there_is_found(at: int) -> None:
+    l1 = L1()
+    packed = bytearray(l1.record(Fields(), SLOTS).pack())
+    record, header = l1.record(Fields(), OTHER_SLOTS), bytearray(RECORD_HEADER_BYTES)
+    record.unpack_piece(header, 0, packed)
+    at %= len(packed)
+    packed[at] ^= 1
+    record.unpack_piece(header, at, packed[at : at + 1])
+    assert record.match_written(header) is RecordMatch.CORRUPT
+    packed[at] ^= 1
+    record.unpack_piece(header, at, packed[at : at + 1])
+    assert record.match_written(header) is RecordMatch.MATCH
+
+
+def test_a_piece_behind_the_record_is_refused_before_a_byte_moves() -> None:
+    l1 = L1()
+    record, header, before = l1.record(Fields(), SLOTS), bytearray(RECORD_HEADER_BYTES), l1.memory.raw
+    for at in (record.packed_bytes - 1, record.packed_bytes + 1, (1 << 64) - 1):
+        with pytest.raises(ValueError, match="behind the record"):
+            record.unpack_piece(header, at, b"xy")
+    with pytest.raises(ValueError, match="another size"):
+        record.unpack_piece(header[1:], 0, b"xy")
+    assert l1.memory.raw == before
 
 
 @pytest.mark.parametrize(

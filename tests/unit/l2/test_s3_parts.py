@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 from support.daemon import wait_until
 from support.ill_proxy import IllProxy
-from support.l1_memory import PAGE, name
+from support.l1_memory import PAGE, name, within
 from support.s3 import S3Server, one_server
 from support.shared_tiers import MakeDaemon, TierDaemon
 
+from kvserver._native import RECORD_HEADER_BYTES
 from kvserver.config import parse_tiers
 from kvserver.l2 import ObjectMemory, TierOutcome
 from kvserver.l2.remote import s3
 from kvserver.l2.remote.store import StoreClient, StoreError, StoreRefused
 
-_SIZE = 9 << 20  # five parts
+_SIZE = 8 << 20  # four parts
 _UPLOADED = 18 << 20  # four parts of an upload
 _SECONDS = 100.0  # that no test takes
 _LONG_NAME = "kvserver/1/" + "/".join("6e" * 32 for _ in range(3))
-_SECOND_PART = f"bytes={s3._PART_BYTES}-{2 * s3._PART_BYTES - 1}"
+_PART = (_SIZE + RECORD_HEADER_BYTES) // 4
+_SECOND_PART = f"bytes={_PART}-{2 * _PART - 1}"
 
 
 @pytest.fixture(scope="module")
@@ -68,20 +71,38 @@ def always(change: Callable[[bytes], bytes]) -> Callable[[str, bytes], bytes]:
 
 
 def test_a_large_object_is_read_in_parts_at_once(daemon: TierDaemon, proxy: IllProxy, stored: ObjectMemory) -> None:
-    others = threading.Barrier(4)
+    all_parts = threading.Barrier(4)
     ranges: list[str] = []
 
     def together(range: str, body: bytes) -> bytes:
         ranges.append(range)
-        if not range.startswith("bytes=0-"):
-            others.wait(_SECONDS)  # for all behind the first: one at a time would never pass
+        all_parts.wait(_SECONDS)  # one at a time would never pass
         return body
 
     proxy.change = together
     read = daemon.l1.object(_SIZE)
     assert daemon.get(name(1), read, _SECONDS) is TierOutcome.DONE
     assert daemon.l1.read(read) == daemon.l1.read(stored)
-    assert len(ranges) == len(set(ranges)) == 5
+    assert len(ranges) == len(set(ranges)) == 4
+
+
+@pytest.mark.parametrize(("size", "parts"), [(2 << 20, 1), (4 << 20, 2), (8 << 20, 4), (34 << 20, 16)])
+def test_the_header_of_a_record_is_no_part_of_its_own(
+    client: StoreClient, proxy: IllProxy, server: S3Server, prefix: str, size: int, parts: int
+) -> None:
+    size += RECORD_HEADER_BYTES
+    ranges: list[list[int]] = []
+    proxy.change = lambda range, body: ranges.append([*map(int, range[6:].split("-"))]) or body
+    server.write(f"{prefix}/1", bytes(size))
+    (found,) = client.get([f"{prefix}/1"], [memoryview(bytearray(size))])
+    if parts == 1:
+        assert isinstance(found, memoryview)
+        return
+    assert callable(found)
+    assert found(lambda at, piece: None) is True
+    lengths = {last + 1 - first for first, last in ranges}
+    assert len(ranges) == parts
+    assert max(lengths) - min(lengths) < parts
 
 
 def test_a_part_that_is_short_once_is_read_again(daemon: TierDaemon, proxy: IllProxy, stored: ObjectMemory) -> None:
@@ -127,27 +148,63 @@ def test_an_object_with_a_wrong_part_is_not_read(
 def test_parts_of_two_writes_are_never_one_object(
     server: S3Server, daemon: TierDaemon, proxy: IllProxy, stored: ObjectMemory, prefix: str
 ) -> None:
-    """The object is replaced behind its first part. It is refused, and not deleted as one that fails its checks."""
+    """The object is replaced before a part is requested once more. It is refused, and not deleted as one that fails its checks."""
     (where,) = [each for each in server.objects() if each.startswith(prefix)]
     other = server.read(where)[::-1]
 
-    def replace(range: str, body: bytes) -> bytes:
-        if range.startswith("bytes=0-"):
-            server.write(where, other)
-        return body
+    def replace(body: bytes) -> bytes:
+        server.write(where, other)
+        return body[:-1]
 
-    proxy.change = replace
+    proxy.change = only_first(replace)
     assert daemon.get(name(1), daemon.l1.object(_SIZE), _SECONDS) is TierOutcome.UNAVAILABLE
     assert server.read(where) == other
 
 
-def test_an_object_of_another_size_is_not_read(
-    server: S3Server, daemon: TierDaemon, stored: ObjectMemory, prefix: str
+def test_an_object_that_is_removed_between_its_parts_is_missing(
+    server: S3Server, daemon: TierDaemon, proxy: IllProxy, stored: ObjectMemory, prefix: str
 ) -> None:
     (where,) = [each for each in server.objects() if each.startswith(prefix)]
-    server.write(where, server.read(where)[:-1])
-    outcome = daemon.get(name(1), daemon.l1.object(_SIZE), _SECONDS)
-    assert outcome in (TierOutcome.CORRUPT, TierOutcome.MISSING)
+
+    def remove(body: bytes) -> bytes:
+        server.remove(where)
+        return body[:-1]
+
+    proxy.change = only_first(remove)
+    assert daemon.get(name(1), daemon.l1.object(_SIZE), _SECONDS) is TierOutcome.MISSING
+
+
+@pytest.mark.parametrize("size", [0, 100, _PART + 1, _SIZE + RECORD_HEADER_BYTES - 1, _SIZE + RECORD_HEADER_BYTES + 1])
+def test_an_object_of_another_size_is_not_read_and_is_removed(
+    server: S3Server, daemon: TierDaemon, stored: ObjectMemory, prefix: str, size: int
+) -> None:
+    (where,) = [each for each in server.objects() if each.startswith(prefix)]
+    server.write(where, (server.read(where) + b"x")[:size])
+    assert daemon.get(name(1), daemon.l1.object(_SIZE), _SECONDS) is TierOutcome.CORRUPT
+    assert not of_prefix(server.objects(), prefix)
+
+
+def test_a_get_that_has_ended_writes_no_part_to_l1(daemon: TierDaemon, proxy: IllProxy, stored: ObjectMemory) -> None:
+    """The second part arrives once the get was cancelled and its memory is another object's."""
+    held, release = threading.Event(), threading.Event()
+
+    def hold(body: bytes) -> bytes:
+        held.set()
+        release.wait(_SECONDS)
+        return body
+
+    proxy.change = always(hold)
+    read = daemon.l1.object(_SIZE)
+    ticket = daemon.tier.get(name(1), read, within(_SECONDS))
+    try:
+        assert held.wait(_SECONDS)
+        daemon.tier.cancel(ticket)
+        assert daemon.ends.of(ticket).outcome is TierOutcome.CANCELLED
+        ctypes.memset(daemon.l1.region.address, 0, daemon.l1.region.size)
+    finally:
+        release.set()
+    daemon.tier.close(within(_SECONDS))  # the lanes' threads have ended
+    assert not any(daemon.l1.read(read)[0])
 
 
 # ---- puts ------------------------------------------------------------------------------------------
