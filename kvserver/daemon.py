@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import signal
+import threading
 from contextlib import suppress
 from functools import partial
 from types import FrameType
@@ -49,6 +50,7 @@ from kvserver.web.pages import StatusPages
 log = logging.getLogger("kvserver")
 
 _KEPT_ALIVE_THROUGH = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # each would end the daemon, at its start too
+_READY_LINE_SECONDS = 1.0
 _LAST_WORDS_MS = 100  # for replies on their way to engines when a device is lost
 EXIT_DEVICE_LOST = 3  # a GPU failed for good: a new process may have better luck
 
@@ -98,6 +100,7 @@ def _run(configuration: Configuration, hardware: Hardware, drain_seconds: float)
         server.run()
         drained, lost = parts.upkeep.drain(drain_seconds), devices.lost
         if not drained and not lost:
+            logging.shutdown()
             os._exit(1)  # the kernel closes the lifelines, after the copying threads have ended
         stays = ""
         if kept_l1.keeps and drained and not lost:
@@ -214,8 +217,14 @@ def _report_ready(settings: Settings, port: int, parts: Parts) -> None:
     }
     text = "endpoint {endpoint}, http {http}, L1 {l1_bytes} bytes, chunks of {chunk_tokens} tokens, boot {boot_id}"
     log.info("kvserver %s is ready: %s", __version__, text.format(**facts), extra=facts)
+    line = threading.Thread(target=_print, args=(f"kvserver {__version__} ready: {text.format(**facts)}",), daemon=True)
+    line.start()
+    line.join(_READY_LINE_SECONDS)  # its reader may stand still
+
+
+def _print(line: str) -> None:
     with suppress(OSError):  # a full disk, or a reader that has ended: the log has the line, too
-        print(f"kvserver {__version__} ready: {text.format(**facts)}", flush=True)
+        print(line, flush=True)
 
 
 def _freeze_garbage() -> None:

@@ -1,7 +1,7 @@
 """Decisions about a copy in flight: DESIGN's rule 1 as two functions of what is known of the copy.
 
 Who may still write after a wait ended:
-- store: the server only reads; after our CANCELLED, or after the deadline, it publishes nothing of it.
+- store: the server only reads; it publishes nothing that it copies after our CANCELLED, and nothing after the deadline.
 - load, PENDING -> CANCELLED: no process; the server never began and will not.
 - load, RUNNING: the server, until DONE, until it acknowledged CANCELLING by CANCELLED, or until its process has ended. Until then
   the blocks stay quarantined: failed for the request, and unused.

@@ -12,21 +12,15 @@ namespace kvserver {
 
 namespace {
 
-// Bytes of a job that a thread copies at a time: large enough that the queue lock is cheap, small
-// enough that a load queued behind a store starts within a fraction of a millisecond.
-constexpr uint64_t kBatchBytes = 1 << 20;
-
-// A store reports parts of so many bytes, and at most so many parts: storage behind L1 writes the
-// first ones while the others are copied.
-constexpr uint64_t kPartBytes = 16 << 20;
 constexpr uint64_t kMostParts = 16;
 
 }  // namespace
 
 CpuDevice::CpuDevice(std::shared_ptr<HostRegion> region, uint64_t page_bytes,
-                     std::function<void(uint64_t)> before_block)
+                     std::function<void(uint64_t)> before_block, CpuOptions options)
     : l1_{std::move(region), page_bytes},
       before_block_(std::move(before_block)),
+      options_(options),
       maps_([this](const MapJob& job) { completions_.push(run_map_job(job)); }) {
     check_l1(l1_);
     install_sigbus_guard();
@@ -34,8 +28,8 @@ CpuDevice::CpuDevice(std::shared_ptr<HostRegion> region, uint64_t page_bytes,
 
 // By the constructor above: so the destructor ends those there are if a thread cannot be made.
 CpuDevice::CpuDevice(std::shared_ptr<HostRegion> region, uint64_t page_bytes, unsigned threads,
-                     std::function<void(uint64_t)> before_block)
-    : CpuDevice(std::move(region), page_bytes, std::move(before_block)) {
+                     std::function<void(uint64_t)> before_block, CpuOptions options)
+    : CpuDevice(std::move(region), page_bytes, std::move(before_block), options) {
     if (threads == 0) throw std::invalid_argument("a CPU device needs at least one thread");
     for (unsigned i = 0; i < threads; ++i) threads_.emplace_back([this] { run_copies(); });
 }
@@ -97,7 +91,8 @@ void CpuDevice::run_copies() {
                 continue;
             }
         }
-        const uint64_t batch = std::max<uint64_t>(1, kBatchBytes / job->planes->block_bytes());
+        const uint64_t batch =
+            std::max<uint64_t>(1, options_.batch_bytes / job->planes->block_bytes());
         const uint64_t last = job->stop ? total : std::min(total, first + batch);
         job->next = last;
         job->begun.insert(first);
@@ -108,14 +103,19 @@ void CpuDevice::run_copies() {
         lock.unlock();
         copy_batch(*job, first, last);
         finish_copies();
-        const bool complete = job->processed.fetch_add(last - first) + (last - first) == total;
-        if (complete) completions_.push(end_job(*job));
         lock.lock();
         job->begun.erase(first);
-        if (complete)
+        // Nothing touches a job after the end of its last batch: it may be freed, and its memory
+        // unmapped.
+        job->processed += last - first;
+        if (job->processed == total) {
             std::erase(busy_, job);
-        else if (job->direction == Direction::kStore)
+            lock.unlock();
+            completions_.push(end_job(*job));
+            lock.lock();
+        } else if (job->direction == Direction::kStore) {
             report_part(*job);
+        }
     }
 }
 
@@ -123,15 +123,18 @@ void CpuDevice::run_copies() {
 void CpuDevice::report_part(CopyJob& job) {
     const uint64_t copied = job.begun.empty() ? job.next.load() : *job.begun.begin();
     const uint64_t least_bytes =
-        std::max(kPartBytes, job.positions() * job.planes->block_bytes() / kMostParts);
+        std::max(options_.part_bytes, job.positions() * job.planes->block_bytes() / kMostParts);
     if (auto part = next_part(job, copied, least_bytes)) {
-        parts_.push_back(*part);
+        {
+            std::lock_guard reporting(reports_);
+            parts_.push_back(*part);
+        }
         completions_.notify();
     }
 }
 
 std::vector<Part> CpuDevice::drain_parts() {
-    std::lock_guard lock(mutex_);
+    std::lock_guard lock(reports_);
     return std::exchange(parts_, {});
 }
 

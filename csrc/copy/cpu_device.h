@@ -16,6 +16,18 @@
 
 namespace kvserver {
 
+// Bytes of a job that a thread copies at a time: large enough that the queue lock is cheap, small
+// enough that a load queued behind a store starts within a fraction of a millisecond.
+constexpr uint64_t kBatchBytes = 1 << 20;
+// A store reports parts of so many bytes, and at most kMostParts: storage behind L1 writes the
+// first ones while the others are copied.
+constexpr uint64_t kPartBytes = 16 << 20;
+
+struct CpuOptions {
+    uint64_t batch_bytes = kBatchBytes;
+    uint64_t part_bytes = kPartBytes;
+};
+
 // The CPU as a device: threads that copy. All of them help the job in front, loads before stores,
 // so one large job uses the whole machine and a small load never waits behind a large store for
 // more than a batch. A CPU is never lost.
@@ -24,7 +36,7 @@ class CpuDevice final : public Device {
     // before_block: called with its position in the copy. For tests, which act in the middle of
     // one; the daemon has none. Throws std::system_error if the system makes no more threads.
     CpuDevice(std::shared_ptr<HostRegion> region, uint64_t page_bytes, unsigned threads,
-              std::function<void(uint64_t)> before_block = {});
+              std::function<void(uint64_t)> before_block = {}, CpuOptions options = {});
     ~CpuDevice()
         override;  // stops; jobs not begun are dropped, running ones end at their next block
 
@@ -39,7 +51,7 @@ class CpuDevice final : public Device {
 
   private:
     CpuDevice(std::shared_ptr<HostRegion> region, uint64_t page_bytes,
-              std::function<void(uint64_t)> before_block);
+              std::function<void(uint64_t)> before_block, CpuOptions options);
     void run_copies();
     std::shared_ptr<CopyJob> front_job();
     void report_part(CopyJob& job);
@@ -47,14 +59,16 @@ class CpuDevice final : public Device {
 
     const L1 l1_;
     const std::function<void(uint64_t)> before_block_;
+    const CpuOptions options_;
     CompletionQueue completions_;
+    std::mutex reports_;  // guards:
+    std::vector<Part> parts_;
 
     std::mutex mutex_;  // guards the queues below
     std::condition_variable wake_;
     std::deque<std::shared_ptr<CopyJob>> loads_;
     std::deque<std::shared_ptr<CopyJob>> stores_;
     std::vector<std::shared_ptr<CopyJob>> busy_;  // all positions begun, not all processed
-    std::vector<Part> parts_;
     bool stopping_ = false;
     std::vector<std::thread> threads_;
     MapThread maps_;  // uses what is above

@@ -45,7 +45,7 @@ namespace kvserver {
 //   while the word was RUNNING and the deadline had not passed. drain_parts() may also name tickets
 //   that ended meanwhile. Whoever drains calls drain() first, which resets completion_fd().
 // Failure. A ticket that ends as anything but kDone may have moved any part of its bytes; `bytes`
-//   is their number. Its pages, and for a load its blocks, contain garbage.
+//   is their number. Its pages, but for reported slots, and for a load its blocks, contain garbage.
 // Loss. When the hardware is lost for good, every open ticket ends as kDeviceLost, after the
 //   device made sure that none of its bytes still moves. Where the device cannot, the ticket stays
 //   open until the process ends. Later copies and maps end as kDeviceLost at once. Unmaps are still

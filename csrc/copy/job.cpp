@@ -92,7 +92,7 @@ std::optional<Part> next_part(CopyJob& job, uint64_t copied, uint64_t least_byte
     const uint64_t added = (slots - job.reported_slots) * job.blocks_per_slot;
     if (added == 0 || added * job.planes->block_bytes() < least_bytes) return std::nullopt;
     const bool in_time = job.deadline_nanos == 0 || monotonic_nanos() <= job.deadline_nanos;
-    if (job.stop || job.memory_lost || !job.planes->intact() || cancelled(job) || !in_time)
+    if (job.stop || job.memory_lost || cancelled(job) || !in_time || !job.planes->intact())
         return std::nullopt;
     job.reported_slots = slots;
     return Part{job.ticket, slots};

@@ -12,7 +12,7 @@ namespace kvserver {
 // One 64-bit word per operation in a page that worker and server share: sequence << 8 | state.
 // It is moved only by compare-and-swap, so exactly one side decides each step:
 //   worker  PENDING -> CANCELLED                      the server will not touch a byte
-//   worker  RUNNING -> CANCELLED   (store)            the server will not publish
+//   worker  RUNNING -> CANCELLED   (store)            what the server copies now is not published
 //   worker  RUNNING -> CANCELLING  (load)             a request; blocks stay the server's until
 //   server  CANCELLING -> CANCELLED (load)            ... this acknowledgement
 //   server  PENDING -> RUNNING                        before the first byte

@@ -58,11 +58,14 @@ NB_MODULE(kvserver_testing, m) {
     m.def(
         "slow_cpu",
         [](std::shared_ptr<HostRegion> region, uint64_t page_bytes, unsigned threads,
-           unsigned delay_micros, std::string pause_file) {
-            return make_without_gil<CpuDevice>(std::move(region), page_bytes, threads,
-                                               SlowCopies{delay_micros, std::move(pause_file)});
+           unsigned delay_micros, std::string pause_file, uint64_t pause_at, uint64_t part_bytes) {
+            return make_without_gil<CpuDevice>(
+                std::move(region), page_bytes, threads,
+                SlowCopies{delay_micros, std::move(pause_file), pause_at},
+                CpuOptions{.part_bytes = part_bytes});
         },
-        "region"_a, "page_bytes"_a, "threads"_a, "delay_micros"_a = 0, "pause_file"_a = "");
+        "region"_a, "page_bytes"_a, "threads"_a, "delay_micros"_a = 0, "pause_file"_a = "",
+        "pause_at"_a = 0, "part_bytes"_a = kPartBytes);
     nb::class_<FakeGpu, Gpu>(m, "FakeGpu")
         .def(nb::new_([](std::string uuid, uint64_t seed, unsigned delay_micros,
                          uint64_t memory_bytes, std::string pause_file) {

@@ -36,6 +36,7 @@ class StorePlan:
     prefix: list[Chunk] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
+    looked: int = 0  # of `chunks`, from the first one on: publish_part() has looked at them
     ready: list[Chunk] = field(default_factory=list)  # whose object became READY
     evicted: list[tuple[bytes, bytes]] = field(default_factory=list)
     evicted_tails: list[tuple[Namespace, bytes]] = field(default_factory=list)

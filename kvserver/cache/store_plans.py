@@ -137,16 +137,18 @@ class StorePlans:
             plan.positions.append(position)
         self._complete_plan(plan)
 
-    def publish_part(self, plan: StorePlan, count: int) -> None:
+    def publish_part(self, plan: StorePlan, count: int) -> list[Chunk]:
         """Publish those of the plan's first `count` objects that are whole: their slots of the plan were copied, and other ranks' before.
 
-        They stay pinned until finish_store(). REQUIRES: complete.
+        They stay pinned until finish_store(), which publishes the others. Returns their chunks. REQUIRES: complete.
         """
         first, bits, mask = len(plan.ready), plan.bits, plan.groups.masks[plan.group]
-        for chunk in plan.chunks[:count]:
-            if not chunk.detached and not chunk.done & bits and (chunk.done | bits) & mask == mask:
+        for chunk in plan.chunks[plan.looked : count]:
+            if not chunk.detached and (chunk.done | bits) & mask == mask:
                 self._mark_copied(plan, chunk)
+        plan.looked = max(plan.looked, count)
         self._space.protections.arrived(plan.ready[first:])
+        return plan.ready[first:]
 
     def finish_store(self, plan: StorePlan, copied: bool, failed: Collection[int] = ()) -> int:
         """Publish the plan's objects if `copied` (every byte of the plan's slots was copied), else free their slots.

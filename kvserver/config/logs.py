@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-import select
+import queue
 import sys
 import threading
 import time
@@ -24,6 +24,8 @@ from kvserver.config.settings import Settings
 
 log = logging.getLogger("kvserver")
 
+MOST_LINES = 10_000  # that wait to be written
+_LAST_SECONDS = 1.0  # for these at the end
 _OF_EVERY_RECORD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -43,30 +45,58 @@ class JsonLines(logging.Formatter):
 
 
 class LogHandler(logging.Handler):
-    """Writes to a stream whose reader may stand still, and whose disk may be full. What it does not take at once is dropped and counted."""
+    """Hands lines to a thread, which writes them: the log's reader may stand still, and its disk may hang or be full.
+
+    A line that finds MOST_LINES waiting is dropped, and so is one that could not be written. Both are counted.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
         self.stream = stream
-        self._dropped = 0
+        self._lines = queue.Queue[str](MOST_LINES)
+        self._dropped = 0  # guarded by:
+        self._counting = threading.Lock()  # not by the handler's own lock, which logging.shutdown() keeps in flush()
+        self._is_cut = False  # what was written ends within a line
+        threading.Thread(target=self._write_lines, name="log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        text, count = "%d records of the log were dropped: it took no more", self._dropped
-        notice = [logging.LogRecord(log.name, logging.WARNING, "", 0, text, (count,), None)] if count else []
         try:
-            lines = "".join([f"{self.format(each)}\n" for each in [*notice, record]])
-            self._dropped = 0 if self._write(lines.encode(errors="backslashreplace")) else count + 1
+            self._lines.put_nowait(self.format(record))
+        except queue.Full:
+            with self._counting:
+                self._dropped += 1
         except Exception:
             self.handleError(record)
 
-    def _write(self, raw: bytes) -> bool:
-        """False if the stream did not take all of it."""
-        fd, place = self.stream.fileno(), select.poll()
-        place.register(fd, select.POLLOUT)
-        with suppress(OSError):
-            while raw and place.poll(0):  # then a write of so many bytes does not wait
-                raw = raw[os.write(fd, raw[: select.PIPE_BUF]) :]
-        return not raw
+    def flush(self) -> None:
+        """Wait until all lines are written, _LAST_SECONDS at most."""
+        with self._lines.all_tasks_done:
+            self._lines.all_tasks_done.wait_for(lambda: not self._lines.unfinished_tasks, _LAST_SECONDS)
+
+    def _write_lines(self) -> None:
+        while True:
+            line, lost = self._lines.get(), 0
+            with self._counting:
+                count, self._dropped = self._dropped, 0
+            if count:
+                text = "%d records of the log were dropped: it took no more"
+                notice = logging.LogRecord(log.name, logging.WARNING, "", 0, text, (count,), None)
+                lost += 0 if self._write(self.format(notice)) else count
+            lost += 0 if self._write(line) else 1
+            with self._counting:
+                self._dropped += lost
+            self._lines.task_done()
+
+    def _write(self, line: str) -> bool:
+        raw = f"{line}\n".encode(errors="backslashreplace")
+        raw = b"\n" + raw if self._is_cut else raw
+        try:
+            while raw:
+                raw = raw[os.write(self.stream.fileno(), raw) :]
+                self._is_cut = bool(raw)
+        except (OSError, ValueError):  # the disk is full, or the reader has ended
+            return False
+        return True
 
 
 def set_up_logging(settings: Settings) -> None:

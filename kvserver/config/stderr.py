@@ -70,6 +70,7 @@ def _open_if_closed() -> None:
 def _write_records_to(stream: TextIO) -> None:
     for handler in logging.getLogger().handlers:
         if isinstance(handler, LogHandler):
+            handler.flush()
             handler.stream = stream
 
 

@@ -138,6 +138,12 @@ class Copies:
         """Counts of the worker's instance, also after it disconnected."""
         return self.instances.counts_of(worker.spec)
 
+    def count_parts(self, ticket: StoreTicket) -> None:
+        """Count what was published of a store that failed then."""
+        counts, ready = self.counts_of(ticket.worker), len(ticket.plan.ready)
+        counts.stored_chunks += 0 if ticket.group.layout.tails else ready
+        counts.stored_bytes += ready * ticket.group.slot_bytes
+
     def _count_copied(self, counts: Counts, ticket: CopyTicket, completion: Completion) -> None:
         chunks = 0 if ticket.group.layout.tails else len(ticket.chunks)
         if isinstance(ticket, StoreTicket):

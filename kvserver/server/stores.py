@@ -156,9 +156,10 @@ class Stores:
         So L2 writes them while the others are copied. REQUIRES: as ended().
         """
         if not ticket.worker.closing and self.copies.now_ns() <= ticket.request.deadline_ns:
-            first = len(ticket.plan.ready)
-            self.cache.publish_part(ticket.plan, slots)
-            self._publish_ready(ticket, ticket.plan.ready[first:])
+            plan, looked = ticket.plan, ticket.plan.looked
+            ready = self.cache.publish_part(plan, slots)
+            if looked < slots:
+                self._publish_ready(ticket, ready, slice(plan.positions[looked], plan.positions[slots - 1] + 1))
 
     def ended(self, ticket: StoreTicket, completion: Completion) -> None:
         """Publish it, unless the engine may have written to its blocks meanwhile.
@@ -173,7 +174,9 @@ class Stores:
         first = len(ticket.plan.ready)
         self.cache.finish_store(ticket.plan, copied)
         self.copies.ended(ticket, completion, copied)
-        self._publish_ready(ticket, ticket.plan.ready[first:])
+        if not copied:
+            self.copies.count_parts(ticket)
+        self._publish_ready(ticket, ticket.plan.ready[first:], slice(0, None))
         self._drop(ticket)
         ticket.respond(_stored(ticket) if copied else failure(completion))
 
@@ -226,7 +229,8 @@ class Stores:
         session = self.cache.sessions.session(key) if key is not None else None
         return session.key.id if session is not None else request.session_id
 
-    def _publish_ready(self, ticket: StoreTicket, ready: Sequence[Chunk]) -> None:
+    def _publish_ready(self, ticket: StoreTicket, ready: Sequence[Chunk], places: slice) -> None:
+        """Publish chunks that became READY. `places`: they are among these of the store's keys."""
         if ready:
             instance_id, model_name, _ = ticket.worker.identity
             group, keys = ticket.group, b"".join([chunk.key for chunk in ready])
@@ -235,8 +239,9 @@ class Stores:
             stored = ChunksStored(self.copies.now_ns(), instance_id, model_name, namespace, keys, group.objects, pages)
             self.bus.publish(stored, len(keys))
             if not group.layout.tails and (of_l2 := self.copies.coverage_in_l2(ticket)) is not None:
-                after = ticket.request.after or b""
-                self.storage.stored(ticket.namespace, *of_l2, ticket.plan.prefix, after, set(ready))
+                prefix, first = ticket.plan.prefix, places.start
+                after = prefix[first - 1].key if first else ticket.request.after or b""
+                self.storage.stored(ticket.namespace, *of_l2, prefix[places], after, set(ready))
 
 
 def _slots(group: WorkerGroup) -> range:

@@ -1,11 +1,13 @@
-"""A daemon whose log is a pipe that its reader left full, as a log collector that hangs does, stopped in the middle of its loop. Engines got no
-answer, and SIGTERM had no effect.
+"""A daemon whose log is a pipe or a terminal that its reader left full, as a log collector that hangs does, stopped in the middle of its loop.
+Engines got no answer, and SIGTERM had no effect. One whose stdout was such a pipe waited at its ready line.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
+import pty
 import subprocess
 from collections.abc import Iterator
 
@@ -14,53 +16,84 @@ from support.daemon import Daemon, fetch, wait_until
 from support.ports import reserved_port
 from support.worker import Worker
 
+from kvserver.config.logs import MOST_LINES, JsonLines, LogHandler
+
 
 @pytest.fixture
 def daemon() -> Iterator[Daemon]:
     reservation, port = reserved_port()
-    made = Daemon(http_port=port, log_format="json")
+    made = Daemon(http_port=port)
     yield made
     made.close()
     reservation.close()
 
 
-def answers(daemon: Daemon) -> bool:
+def is_ready(daemon: Daemon) -> bool:
     try:
-        return fetch(f"http://127.0.0.1:{daemon.flags['http_port']}/status")[0] == 200
+        return fetch(f"http://127.0.0.1:{daemon.flags['http_port']}/readyz")[0] == 200
     except OSError:
         return False
 
 
-def test_records_that_the_log_does_not_take_are_dropped_and_counted(daemon: Daemon) -> None:
-    read, write = os.pipe()
-    os.set_blocking(read, False)
+@pytest.mark.parametrize("opened", [os.pipe, pty.openpty])
+def test_a_daemon_whose_log_nobody_reads_serves_and_ends(daemon: Daemon, opened) -> None:
+    read, write = opened()
     process = subprocess.Popen(daemon.command(), stdout=subprocess.DEVNULL, stderr=write)
     os.close(write)
     try:
-        wait_until(lambda: answers(daemon), 60)
+        wait_until(lambda: is_ready(daemon), 60)
         for _ in range(400):  # two records each, of more than 100 bytes; a pipe has 64 KiB
             Worker(daemon.endpoint, instance_id="engine" * 40).close()
-        assert answers(daemon)
-        lines = everything(read).split(b"\n")
-        with Worker(daemon.endpoint) as worker:
-            worker.round_trip()
+        wait_until(lambda: is_ready(daemon), 60)
         process.terminate()
         assert process.wait(60) == 0
-        notices = [line for line in [*lines, *everything(read).split(b"\n")] if b"were dropped" in line]
-        assert json.loads(notices[0])["message"].endswith("records of the log were dropped: it took no more")
-        assert int(json.loads(notices[0])["message"].split()[0]) > 100
     finally:
         process.kill()
         process.wait()
         os.close(read)
 
 
-def everything(read: int) -> bytes:
-    """What the pipe has now."""
-    parts = []
+def test_a_daemon_whose_ready_line_nobody_reads_serves_and_ends(daemon: Daemon) -> None:
+    read, write = os.pipe()
+    os.set_blocking(write, False)
     try:
-        while part := os.read(read, 1 << 20):
-            parts.append(part)
+        while True:
+            os.write(write, b"x")
     except BlockingIOError:
-        pass
-    return b"".join(parts)
+        os.set_blocking(write, True)
+    process = subprocess.Popen(daemon.command(), stdout=write, stderr=subprocess.DEVNULL)
+    os.close(write)
+    try:
+        wait_until(lambda: is_ready(daemon), 60)
+        with Worker(daemon.endpoint) as worker:
+            worker.round_trip()
+        process.terminate()
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(read)
+
+
+def test_lines_that_the_log_does_not_take_are_dropped_and_counted_once() -> None:
+    read, write = os.pipe()
+    with open(write, "w") as stream, open(read, "rb") as reader:
+        handler, total = LogHandler(stream), MOST_LINES + 2000  # a pipe has 64 KiB
+        handler.setFormatter(JsonLines())
+        for number in range(total):
+            handler.handle(record(f"{number} " + "x" * (20_000 if number == 7 else 200)))
+        seen, dropped = list[int](), 0
+        while len(seen) + dropped < total:
+            first, rest = json.loads(reader.readline())["message"].split(" ", 1)
+            if rest.startswith("records"):
+                dropped += int(first)
+            else:
+                seen.append(int(first))
+        assert seen == list(range(len(seen))), "the lines that waited are there, in order"
+        assert len(seen) >= MOST_LINES
+        assert dropped > 0
+        handler.flush()
+
+
+def record(text: str) -> logging.LogRecord:
+    return logging.LogRecord("a", logging.INFO, "", 0, text, (), None)

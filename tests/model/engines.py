@@ -140,6 +140,7 @@ class Operation(Call):
     deadline_ns: int
     ticket: int | None = None  # none was made: refused, or nothing to copy
     entries: list[tuple[Name, Entry, list[bytes]]] = field(default_factory=list)  # that it fills, with the content
+    looked: int = 0  # at so many of these, when parts were published
     dropped: list[Name] = field(default_factory=list)  # whose objects of the group it replaces
     readers: list[Entry] = field(default_factory=list)
     expected: dict[Position, bytes] = field(default_factory=dict)  # block -> what a load must leave there

@@ -337,11 +337,12 @@ class World(Workers):
         if rank.state != "open" or int(self.now * 1e9) > operation.deadline_ns:
             return
         slot = rank.engine.model.slot(group, rank.number)
-        for name, entry, content in operation.entries[:slots]:
+        for name, entry, content in operation.entries[operation.looked : slots]:
             others = {each for each in entry.slots if each[0] == group} - {slot}
-            if self.plain.entries.get(name) is entry and slot not in entry.done and others <= entry.done.keys():
+            if self.plain.entries.get(name) is entry and others <= entry.done.keys():
                 entry.done[slot] = content
                 self.counts["published"] += 1
+        operation.looked = slots
 
     def ended(self, operation: Operation, outcome: Outcome) -> None:
         rank = operation.rank

@@ -100,7 +100,7 @@ class Device:
     `gpu`: a real or simulated one, whose streams run by themselves; small batches, so that a copy has several.
     `pinned`: L1 is pinned for that GPU before the first copy; else no copy ever finds it so.
     `allocate`: engines' memory; each piece of it has one descriptor. `region`: another device's L1. `limits`: of a GPU's ways.
-    `pause_file`: a CPU's copies stand still while it exists, but for their first block.
+    `pause`: of a CPU's copies, see slow_cpu.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Device:
         pinned: bool = False,
         allocate: Callable[[int], Piece] = SharedMemory,
         region: HostRegion | None = None,
-        pause_file: str = "",
+        pause: dict[str, Any] | None = None,
         **limits: int,
     ) -> None:
         self.pages = pages
@@ -129,7 +129,7 @@ class Device:
         if gpu is not None:
             self.native = GpuDevice(region, page_bytes, gpu, batch_bytes, way, **limits)
         else:
-            self.native = self.fake or slow_cpu(region, page_bytes, threads, delay_micros, pause_file)
+            self.native = self.fake or slow_cpu(region, page_bytes, threads, delay_micros, **pause or {})
         self.pinner = self._pin() if pinned else None
         self.ended: dict[int, End] = {}
         self.tickets = 0

@@ -234,6 +234,8 @@ void cancelled_copies(Device& device, unsigned threads) {
         worker_side.join();
         server_side.join();
         CHECK(device.drain().empty());
+        for (const Part& part : device.drain_parts())
+            CHECK(open.at(part.ticket).first % 2 != 0 && part.slots == 1);
         for (uint32_t n = 0; n < kJobs; ++n)
             CHECK((worker.page->at(n) & 0xff) != static_cast<uint64_t>(State::kCancelling));
     }
@@ -307,7 +309,9 @@ std::shared_ptr<HostRegion> new_region() { return std::make_shared<HostRegion>(4
 
 void cpu_copies(unsigned threads) {
     CpuDevice quick(new_region(), kPage, threads);
-    CpuDevice slow(new_region(), kPage, threads, SlowCopies{20});
+    // Batches of a block, and parts of a slot.
+    CpuDevice slow(new_region(), kPage, threads, SlowCopies{20},
+                   {.batch_bytes = 1, .part_bytes = 1});
     random_copies(quick, threads);
     cancelled_copies(slow, threads);
 }

@@ -92,6 +92,7 @@ def _read(item: StoreObject, match: RecordMatch | StoreError | None, changed: bo
 
 def _read_pieces(job: TierJob, lane: Lane, record: Record, read: ReadPieces) -> RecordMatch | StoreError | None:
     """Write a record's pieces to L1 as they arrive, and match it then. JobEnded: so has the job, and nothing is written after."""
+    lane.check(job)
     header = bytearray(RECORD_HEADER_BYTES)
 
     def write(at: int, piece: memoryview) -> None:
