@@ -199,7 +199,10 @@ class Daemon:
 
     def wait_for_tiers(self, seconds: float = 60) -> Daemon:
         """Wait until all of L2 is ready; returns the daemon."""
-        wait_until(lambda: all(tier["state"] == "ready" for tier in self.status()["l2"]), seconds, "L2 is ready")
+        wait_until(
+            lambda: (tiers := self.status()["l2"]) and all(tier["state"] == "ready" for tier in tiers),
+            seconds, "L2 is ready",
+        )  # fmt: skip
         return self
 
     def wait_for_clean_accounting(self) -> None:

@@ -32,6 +32,7 @@ class IllProxy:
     def __init__(self, port: int) -> None:
         self.ill: set[tuple[str, str]] = set()
         self.status = (500, "InternalError")
+        self.refused = 0  # requests that were answered so
         self.change: Callable[[str, bytes], bytes] = lambda range, body: body
         self.upload: Callable[[str, bytes], bytes | int | None] = lambda step, body: body
         proxy = self
@@ -55,6 +56,7 @@ class IllProxy:
                         return
                     body = passed
                 if any(self.command == method and self.path.endswith(end) for method, end in proxy.ill):
+                    proxy.refused += 1
                     status, code = proxy.status
                     self._reply(status, {}, b"<Error><Code>%s</Code></Error>" % code.encode())
                     return

@@ -32,7 +32,7 @@ class S3Server(ServerProcess):
         self._program = ["-m", "moto.server" if conditions == "known" else "support.s3_without_conditions"]
         self._environment = {**os.environ, "CONDITIONS": conditions}
         self._reservation, self.port = reserved_port()
-        once = botocore.config.Config(retries={"max_attempts": 0}, connect_timeout=5, read_timeout=5)
+        once = botocore.config.Config(retries={"max_attempts": 0}, connect_timeout=60, read_timeout=60)
         self._client: Any = boto3.client("s3", endpoint_url=self.endpoint, config=once)
         self.start()
 

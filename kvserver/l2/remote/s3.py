@@ -3,8 +3,7 @@
 Credentials are those of the environment (AWS_ACCESS_KEY_ID, ..., web identity, the machine's role); a URL has none. A value that
 is read stays in the client's own memory until the caller releases it. A large one is read in parts, each by a connection of its own,
 whose pieces the caller writes where they belong. The e_tag keeps parts of two writes apart, and the record's checks cover them all. A
-larger one is also written
-in parts: S3 shows it once all are there. The library sends a part that failed again, and ends an upload that fails as a whole.
+larger one is also written in parts: S3 shows it once all are there. The library sends a part that failed again, and ends an upload that fails as a whole.
 
 Expiry is the bucket's: a lifecycle rule, which would remove ids as well. So ids in use are written anew.
 
@@ -190,8 +189,8 @@ class _S3Client:
         at, end = part
         for last in (False, True):
             try:
-                request = self._obstore.get_async(self._store, name, options={"range": part})
-                found = await asyncio.wait_for(request, self._piece_seconds)
+                async with asyncio.timeout(self._piece_seconds):
+                    found = await self._obstore.get_async(self._store, name, options={"range": part})
                 if found.meta["size"] != size:
                     raise _OtherSizeError
                 tags.append(found.meta["e_tag"])
@@ -199,7 +198,8 @@ class _S3Client:
                     raise StoreRefused("it was replaced while it was read")
                 (at, _), pieces = part, aiter(found.stream(min_chunk_size=_PIECE_BYTES))
                 while at < end:
-                    piece = memoryview(await asyncio.wait_for(anext(pieces), self._piece_seconds))
+                    async with asyncio.timeout(self._piece_seconds):  # wait_for() of Python 3.11 may swallow a cancel
+                        piece = memoryview(await anext(pieces))
                     if len(piece) > end - at:
                         raise ValueError("a part of it is too long")
                     write(at, piece)
@@ -212,7 +212,9 @@ class _S3Client:
             ) as error:  # fmt: skip
                 if "status code: 416" in str(error):  # the object ends before this part
                     raise _OtherSizeError from None
-                if last:
+                if last or "non-2xx status" in str(
+                    error
+                ):  # the library has repeated what the store may answer otherwise
                     raise
 
     def put(self, names: Sequence[str], values: Sequence[memoryview]) -> list[StoreError | None]:

@@ -105,6 +105,14 @@ def test_the_header_of_a_record_is_no_part_of_its_own(
     assert max(lengths) - min(lengths) < parts
 
 
+def test_a_large_object_that_the_store_refuses_costs_one_request_a_part(client: StoreClient, proxy: IllProxy) -> None:
+    proxy.ill, proxy.status = {("GET", "/1")}, (403, "AccessDenied")
+    (read,) = client.get(["p/1"], [memoryview(bytearray(_SIZE))])
+    assert callable(read)
+    assert isinstance(read(lambda at, piece: None), StoreRefused)
+    assert 0 < proxy.refused <= 4
+
+
 def test_a_part_that_is_short_once_is_read_again(daemon: TierDaemon, proxy: IllProxy, stored: ObjectMemory) -> None:
     proxy.change = only_first(lambda body: body[:-1])
     read = daemon.l1.object(_SIZE)
