@@ -12,7 +12,7 @@ namespace kvserver {
 
 namespace {
 
-constexpr uint64_t kMostParts = 16;
+constexpr uint64_t kMostParts = 16;  // of a store, whose parts are larger then
 
 }  // namespace
 

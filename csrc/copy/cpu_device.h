@@ -16,16 +16,12 @@
 
 namespace kvserver {
 
-// Bytes of a job that a thread copies at a time: large enough that the queue lock is cheap, small
-// enough that a load queued behind a store starts within a fraction of a millisecond.
-constexpr uint64_t kBatchBytes = 1 << 20;
-// A store reports parts of so many bytes, and at most kMostParts: storage behind L1 writes the
-// first ones while the others are copied.
-constexpr uint64_t kPartBytes = 16 << 20;
-
 struct CpuOptions {
-    uint64_t batch_bytes = kBatchBytes;
-    uint64_t part_bytes = kPartBytes;
+    // Of a job that a thread copies at a time: large enough that the queue lock is cheap, small
+    // enough that a load queued behind a store starts within a fraction of a millisecond.
+    uint64_t batch_bytes = 1 << 20;
+    // Of a part of a store: storage behind L1 writes the first ones while the others are copied.
+    uint64_t part_bytes = 16 << 20;
 };
 
 // The CPU as a device: threads that copy. All of them help the job in front, loads before stores,

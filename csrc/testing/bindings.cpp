@@ -65,7 +65,7 @@ NB_MODULE(kvserver_testing, m) {
                 CpuOptions{.part_bytes = part_bytes});
         },
         "region"_a, "page_bytes"_a, "threads"_a, "delay_micros"_a = 0, "pause_file"_a = "",
-        "pause_at"_a = 0, "part_bytes"_a = kPartBytes);
+        "pause_at"_a = 0, "part_bytes"_a = CpuOptions{}.part_bytes);
     nb::class_<FakeGpu, Gpu>(m, "FakeGpu")
         .def(nb::new_([](std::string uuid, uint64_t seed, unsigned delay_micros,
                          uint64_t memory_bytes, std::string pause_file) {
