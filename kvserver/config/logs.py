@@ -53,39 +53,47 @@ class LogHandler(logging.Handler):
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
         self.stream = stream
-        self._lines = queue.Queue[str](MOST_LINES)
+        # Signals and destructors log in the midst of anything, also of emit(): so a queue and a lock that may be entered again.
+        self._lines = queue.SimpleQueue[str | threading.Event]()  # an event is set in its turn
         self._dropped = 0  # guarded by:
-        self._counting = threading.Lock()  # not by the handler's own lock, which logging.shutdown() keeps in flush()
+        self._counting = threading.RLock()
         self._is_cut = False  # what was written ends within a line
         threading.Thread(target=self._write_lines, name="log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._lines.put_nowait(self.format(record))
-        except queue.Full:
-            with self._counting:
-                self._dropped += 1
+            if self._lines.qsize() < MOST_LINES:
+                self._lines.put(self.format(record))
+            else:
+                self._count_dropped(1)
         except Exception:
             self.handleError(record)
 
     def flush(self) -> None:
         """Wait until all lines are written, _LAST_SECONDS at most."""
-        with self._lines.all_tasks_done:
-            self._lines.all_tasks_done.wait_for(lambda: not self._lines.unfinished_tasks, _LAST_SECONDS)
+        written = threading.Event()
+        self._lines.put(written)
+        written.wait(_LAST_SECONDS)
+
+    def _count_dropped(self, more: int) -> int:
+        """Returns their number; a negative one takes these away."""
+        with self._counting:
+            self._dropped += more
+            return self._dropped
 
     def _write_lines(self) -> None:
         while True:
-            line, lost = self._lines.get(), 0
-            with self._counting:
-                count, self._dropped = self._dropped, 0
-            if count:
+            line = self._lines.get()
+            if isinstance(line, threading.Event):
+                line.set()
+                continue
+            if count := self._count_dropped(0):
                 text = "%d records of the log were dropped: it took no more"
                 notice = logging.LogRecord(log.name, logging.WARNING, "", 0, text, (count,), None)
-                lost += 0 if self._write(self.format(notice)) else count
-            lost += 0 if self._write(line) else 1
-            with self._counting:
-                self._dropped += lost
-            self._lines.task_done()
+                if self._write(self.format(notice)):
+                    self._count_dropped(-count)
+            if not self._write(line):
+                self._count_dropped(1)
 
     def _write(self, line: str) -> bool:
         raw = f"{line}\n".encode(errors="backslashreplace")

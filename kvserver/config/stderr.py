@@ -37,11 +37,11 @@ def library_lines_logged() -> Iterator[None]:
     """Log the lines that libraries write to stderr. REQUIRES: set_up_logging() was called; no other thread writes to stderr."""
     _open_if_closed()
     former = os.fdopen(fcntl.fcntl(2, fcntl.F_DUPFD_CLOEXEC, LOG_FD), "w", 1, errors="backslashreplace")
+    _write_records_to(former)  # before they would come back as lines
     read, write = socket.socketpair()
     os.dup2(write.fileno(), 2)
     write.close()
     logging.raiseExceptions = False  # a report of a full disk would come back as a line, and fail again
-    _write_records_to(former)
     if faulthandler.is_enabled():
         faulthandler.enable(file=former)
     copy_last_words(read.fileno(), former.fileno())

@@ -152,6 +152,7 @@ def test_lookup_that_waited_counts_what_it_found(pausing: Daemon, make_worker: M
         pausing.wait_for_a_copy()
         decode.ask(decode.lookup_message(keys), LookupReply)
         number = wait_for(decode, keys)
+        wait_until(lambda: requests_of(pausing, decode)["store_waits"] == 1)
     reply_to(decode, number)
     counts = requests_of(pausing, decode)
     assert (counts["lookups"], counts["hit_tokens"], counts["store_waits"]) == (1, 3 * CHUNK, 1)

@@ -9,6 +9,7 @@ import logging
 import os
 import pty
 import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -93,6 +94,24 @@ def test_lines_that_the_log_does_not_take_are_dropped_and_counted_once() -> None
         assert len(seen) >= MOST_LINES
         assert dropped > 0
         handler.flush()
+
+
+SIGNALS = """
+import logging, signal, sys
+from kvserver.config.logs import LogHandler
+
+handler = LogHandler(open("/dev/null", "w"))
+record = logging.LogRecord("a", logging.INFO, "", 0, "text", (), None)
+signal.signal(signal.SIGALRM, lambda *_: handler.handle(record))
+signal.setitimer(signal.ITIMER_REAL, 0.002, 0.002)
+for _ in range(200_000):
+    handler.handle(record)
+signal.setitimer(signal.ITIMER_REAL, 0)
+"""
+
+
+def test_a_signal_that_logs_in_the_midst_of_a_record_does_not_wait_for_it() -> None:
+    subprocess.run([sys.executable, "-c", SIGNALS], check=True, timeout=120)
 
 
 def record(text: str) -> logging.LogRecord:

@@ -7,7 +7,7 @@ from support.mutation import Mutant
 MUTANTS = (
     # The daemon
     Mutant("a log that stands still holds up the loop", "issues/test_a_log_that_nobody_read_stopped_the_daemon.py",
-           "kvserver/config/logs.py", "LogHandler.emit", "put_nowait(", "put("),
+           "kvserver/config/logs.py", "LogHandler.emit", "self._lines.put(self.format(record))", "self._write(self.format(record))"),
     Mutant("leases of a disconnected engine never end", "unit/cache/test_leases.py",
            "kvserver/cache/leases.py", "Leases.end_of_instance", "self._ownerless.append(leases)", "pass"),
     Mutant("a failed copy keeps its pages", "unit/cache/test_stores.py",
