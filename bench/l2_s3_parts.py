@@ -169,7 +169,7 @@ def serve(rate: float, pipe: Connection) -> None:
 
 
 class PlainSockets:
-    """As many bytes by as many connections, without a client of S3."""
+    """Read as many bytes by as many connections, without a client of S3."""
 
     def __init__(self, port: int, connections: int, total: int) -> None:
         self._share = total // connections

@@ -11,6 +11,7 @@ import pty
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 from support.daemon import Daemon, fetch, wait_until
@@ -36,22 +37,29 @@ def is_ready(daemon: Daemon) -> bool:
         return False
 
 
-@pytest.mark.parametrize("opened", [os.pipe, pty.openpty])
-def test_a_daemon_whose_log_nobody_reads_serves_and_ends(daemon: Daemon, opened) -> None:
-    read, write = opened()
-    process = subprocess.Popen(daemon.command(), stdout=subprocess.DEVNULL, stderr=write)
+@contextmanager
+def serving(daemon: Daemon, read: int, write: int, **streams: int) -> Iterator[None]:
+    """Run the daemon from its readiness to its end by SIGTERM. Nobody reads what it writes; closes both descriptors."""
+    process = subprocess.Popen(daemon.command(), **streams)
     os.close(write)
     try:
         wait_until(lambda: is_ready(daemon), 60)
-        for _ in range(400):  # two records each, of more than 100 bytes; a pipe has 64 KiB
-            Worker(daemon.endpoint, instance_id="engine" * 40).close()
-        wait_until(lambda: is_ready(daemon), 60)
+        yield
         process.terminate()
         assert process.wait(60) == 0
     finally:
         process.kill()
         process.wait()
         os.close(read)
+
+
+@pytest.mark.parametrize("opened", [os.pipe, pty.openpty])
+def test_a_daemon_whose_log_nobody_reads_serves_and_ends(daemon: Daemon, opened) -> None:
+    read, write = opened()
+    with serving(daemon, read, write, stdout=subprocess.DEVNULL, stderr=write):
+        for _ in range(400):  # two records each, of more than 100 bytes; a pipe has 64 KiB
+            Worker(daemon.endpoint, instance_id="engine" * 40).close()
+        wait_until(lambda: is_ready(daemon), 60)
 
 
 def test_a_daemon_whose_ready_line_nobody_reads_serves_and_ends(daemon: Daemon) -> None:
@@ -62,18 +70,8 @@ def test_a_daemon_whose_ready_line_nobody_reads_serves_and_ends(daemon: Daemon) 
             os.write(write, b"x")
     except BlockingIOError:
         os.set_blocking(write, True)
-    process = subprocess.Popen(daemon.command(), stdout=write, stderr=subprocess.DEVNULL)
-    os.close(write)
-    try:
-        wait_until(lambda: is_ready(daemon), 60)
-        with Worker(daemon.endpoint) as worker:
-            worker.round_trip()
-        process.terminate()
-        assert process.wait(60) == 0
-    finally:
-        process.kill()
-        process.wait()
-        os.close(read)
+    with serving(daemon, read, write, stdout=write, stderr=subprocess.DEVNULL), Worker(daemon.endpoint) as worker:
+        worker.round_trip()
 
 
 def test_lines_that_the_log_does_not_take_are_dropped_and_counted_once() -> None:

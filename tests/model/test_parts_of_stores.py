@@ -13,7 +13,7 @@ from .world import World
 
 
 def nothing(world: World) -> None:
-    """What was copied counts."""
+    """Do nothing: what was copied counts."""
 
 
 def pass_the_deadline(world: World) -> None:

@@ -32,7 +32,7 @@ class Rig:
         self.ticket = self.deadline = 0
 
     def begin(self, direction: Direction = Direction.STORE, seconds: float = 600.0) -> None:
-        """Until it stands still, and has reported the first slot of a store."""
+        """Begin the copy; return once it stands still and, of a store, has reported the first slot."""
         self.l0.words.arm(0, 1)
         self.deadline = time.monotonic_ns() + int(seconds * 1e9)
         self.ticket = self.device.submit(

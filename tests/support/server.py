@@ -42,7 +42,7 @@ class Running(NamedTuple):
         return self.parts.settings.endpoint
 
     def call(self, function: Callable[[], R]) -> R:
-        """What the function returns in the loop's thread."""
+        """Call the function in the loop's thread, and return its result."""
         return self.server.call(function).result(20)
 
     def audited(self, seconds: float = 30) -> Audit:

@@ -23,7 +23,7 @@ def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
 
 
 def differs_when_zeroed(daemon: Daemon, writer: Engine, reader: Engine, text: Prompt, hit: int) -> bool:
-    """Whether other tokens come of KV that was zeroed in L1, for `hit` tokens: else the tests that compare would not see wrong KV."""
+    """True if other tokens come of KV that was zeroed in L1, for `hit` tokens: else the tests that compare would not see wrong KV."""
     cold = writer.generate([text])[0]
     writer.wait_for_stores()
     reader.forget()

@@ -1,4 +1,4 @@
-"""What engines hold in their own memory, read from their KV events: over real sockets, in order, with losses."""
+"""KV that engines hold in their own memory, read from their KV events: over real sockets, in order, with losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What engines find of a prompt in L1 and L2, by typed events; L0 is in tests/daemon/engine_events."""
+"""Hits of a prompt in L1 and L2, followed by typed events; L0 is in tests/daemon/engine_events."""
 
 from __future__ import annotations
 
